@@ -13,8 +13,8 @@ deadlines  tools at `share` times saturation; a first token is of use for `DEADL
 samples    groups of `SAMPLES` samples of one prompt, all at once: `GROUPS` on `GROUPS_WORKERS` workers. E2 is told the
            groups, and once it is not; one placement knows every answer's length, to show what that would be worth.
 
-In flood and deadlines `OURS` is E2 with `FLOW`: what a tenant wants beyond its share waits, what is late is given up.
-`PLAIN` is E2 without; rivals' routers have nothing of the kind.
+In flood and deadlines `OURS` is E2 with `FLOW`: what a tenant wants beyond its share waits, what is late is given up;
+`OURS_WHOLE` has our workers, too. `PLAIN` is E2 without; rivals' routers have nothing of the kind.
 """
 
 from __future__ import annotations
@@ -78,7 +78,16 @@ POLICIES: Mapping[str, tuple[str, ...]] = {
         *("least_loaded", "round_robin"),
     ),
     "flood": (OURS, PLAIN, "cache_aware_spill", "kv_cost", "least_loaded", "round_robin"),
-    "deadlines": (OURS, PLAIN, "cache_aware_spill", "kv_cost", "llmd_sticky", "least_loaded", "round_robin"),
+    "deadlines": (
+        OURS_WHOLE,
+        OURS,
+        PLAIN,
+        "cache_aware_spill",
+        "kv_cost",
+        "llmd_sticky",
+        "least_loaded",
+        "round_robin",
+    ),
     "samples": (
         OURS,
         UNHINTED,
@@ -200,7 +209,13 @@ def run_place(cells: Sequence[AgentCell], directory: Path) -> dict[AgentCell, di
 
 def flow_of(name: str) -> tuple[str, FlowConfig | None]:
     """The policy of a rule, and how requests wait in front of the workers."""
-    return (OURS, FLOW if name == OURS else None) if name in (OURS, PLAIN) else (name, None)
+    return {OURS: (OURS, FLOW), OURS_WHOLE: (OURS, FLOW), PLAIN: (OURS, None)}.get(name, (name, None))
+
+
+def with_workers_of(name: str, config: sim.SimConfig) -> sim.SimConfig:
+    """The same fleet, with our workers where a rule's name says so."""
+    ours = RETURNS in name
+    return replace(config, local=replace(config.local, eviction="returns", short_first=True)) if ours else config
 
 
 def config_of(cell: AgentCell, policy: str | Policy, flow: FlowConfig | None = None, **changes: Any) -> sim.SimConfig:
@@ -266,8 +281,7 @@ def run_sessions(cell: AgentCell, _: Store) -> dict[str, Any]:
         rule = name.partition(" ")[0]
         policy = SessionIds(sessions) if rule == IDS else rule
         config = config_of(cell, policy, kv_capacity_tokens=capacity, until_seconds=END_SECONDS)
-        if RETURNS in name:
-            config = replace(config, local=replace(config.local, eviction="returns", short_first=True))
+        config = with_workers_of(name, config)
         runs[name] = session_figures(sim.simulate(unnamed if name == UNNAMED else workload, config))
     return {"runs": runs, "kv_tokens": capacity}
 
@@ -377,7 +391,7 @@ def run_deadlines(cell: AgentCell, store: Store) -> dict[str, Any]:
     ]
     runs = {}
     for name in POLICIES["deadlines"]:
-        result = sim.simulate(made, config_of(cell, *flow_of(name)))
+        result = sim.simulate(made, with_workers_of(name, config_of(cell, *flow_of(name))))
         runs[name] = rounded({
             "goodput": within_deadlines(result, counted),
             "of_bound": within_deadlines(result, counted) / bounds.goodput(DEADLINE_SECONDS),

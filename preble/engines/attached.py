@@ -84,6 +84,7 @@ class AttachedBackend(Backend):
                 request_id=job.id,
                 rank=job.rank if self._ranks > 1 else None,
                 salt=salt_of(job.request.namespace),
+                claim=job.request.claim,
             ):
                 yield StreamPart(produced, piece.token_ids, piece.cached_tokens, piece.finish_reason, piece.logprobs)
                 produced += len(piece.token_ids)

@@ -31,7 +31,7 @@ PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md"])
 FOREIGN_OPTIONS = {
     *("--api-key", "--kv-events-config", "--load-publish-endpoint", "--incremental-streaming-output"),
     *("--enable-prompt-tokens-details", "--enable-cache-report", "--now", "--system", "--tag", "--file"),
-    *("--disaggregation-mode", "--kv-transfer-config"),
+    *("--disaggregation-mode", "--kv-transfer-config", "--enable-priority-scheduling", "--scheduling-policy"),
     "--disable-gil",  # of CPython's configure
     *("--from-file", "--reuse-values"),  # of kubectl and helm
 }

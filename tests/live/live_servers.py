@@ -71,10 +71,11 @@ def free_ports(count: int) -> list[int]:
 
 
 class LiveServer:
-    """One server, pinned to one core; `start`, `wait`, then `url` answers."""
+    """One server, pinned to one core; `start`, `wait`, then `url` answers. `more`: options of its command, whose last
+    word counts."""
 
-    def __init__(self, engine: str, number: int) -> None:
-        self.engine, self.number = engine, number
+    def __init__(self, engine: str, number: int, *more: str) -> None:
+        self.engine, self.number, self.more = engine, number, more
         self.port, self.events_port, self.replay_port = free_ports(3)
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes]
@@ -90,7 +91,11 @@ class LiveServer:
         environment = {**os.environ, **ENVIRONMENT}
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
-                ["taskset", "-c", str(core), *command], stdout=log, stderr=log, env=environment, start_new_session=True
+                ["taskset", "-c", str(core), *command, *self.more],
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
             )
 
     def wait(self) -> None:

@@ -121,7 +121,7 @@ def usage_event(*, prompt: int = 5, cached: int = 0, output: int = 3) -> dict[st
 
 class ScriptedServer:
     """An engine's server: it says what it is, and answers requests as `script` does. `adapters` are those of `model`
-    that /v1/models lists."""
+    that /v1/models lists; `more` is in its /server_info, where it is SGLang's."""
 
     def __init__(
         self,
@@ -132,8 +132,9 @@ class ScriptedServer:
         model: str = "tiny",
         adapters: Sequence[str] = (),
         role: Role = "both",
+        more: Mapping[str, Any] | None = None,
     ) -> None:
-        self.kind, self.ranks, self.role = kind, ranks, role
+        self.kind, self.ranks, self.role, self.more = kind, ranks, role, more or {}
         self.model, self.adapters = model, list(adapters)
         self.script = script
         self.calls: list[Call] = []
@@ -232,7 +233,7 @@ class ScriptedServer:
             info = {"version": "0.5.23", "served_model_name": self.model, "page_size": 1, "context_length": 4096}
             if self.role != "both":
                 info |= {"disaggregation_mode": self.role, "disaggregation_bootstrap_port": 8123}
-            info |= {"max_total_num_tokens": 50_000, "max_running_requests": 8, "dp_size": self.ranks}
+            info |= {"max_total_num_tokens": 50_000, "max_running_requests": 8, "dp_size": self.ranks, **self.more}
             load = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0}
             loads = [{**load, "max_total_num_tokens": 50_000, "dp_rank": rank} for rank in range(self.ranks)]
             return {"/server_info": {**info, "startup_time": {"a": 1.0}}, "/v1/loads": {"loads": loads}, **models}

@@ -55,6 +55,14 @@ class ServerFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "itself (--disaggregation-mode); vLLM needs a --kv-transfer-config."
         ),
     ] = None
+    by_priority: Annotated[
+        bool | None,
+        Meta(
+            description="Whether it serves by the `priority` of requests: then batch work, and what a tenant wants "
+            "beyond its share, is sent one that comes later. SGLang says so itself (--enable-priority-scheduling); for "
+            "vLLM started with --scheduling-policy priority it must be said."
+        ),
+    ] = None
     events_endpoint: Annotated[
         Name | None,
         Meta(description="ZeroMQ endpoint of its cache events, of rank 0; further ranks use the next ports."),

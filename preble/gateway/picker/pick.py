@@ -159,7 +159,7 @@ class Pick:
         assert placement is not None, "it is placed"
         if placement.rank is not None:
             self.headers["x-data-parallel-rank"] = str(placement.rank)
-        changes = changes_for(placement, body, served)
+        changes = changes_for(placement, body, served, placement.worker_claim)
         if may_remove:
             changes |= body.usage_changes()
         self.is_edited = bool(changes) and may_edit and bool(body.fields)

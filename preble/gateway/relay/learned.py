@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ...router.placement import Placement, PrefillPlace
+from ...types import BATCH, Claim
 from ..api.http import off_loop
 from ..core.header_fields import HeaderFields
 from ..core.models import ServedModel
@@ -26,6 +27,7 @@ from .routing_key import Mismatches, RoutingKey, routing_key
 if TYPE_CHECKING:
     from ..core.gateway import Gateway
 
+WITH_PRIORITY = frozenset({"chat", "completions", "responses", "generate"})  # kinds whose bodies may name one
 READ_BYTES = 256 << 10  # of a body that is looked over on the loop, in a tenth of a millisecond
 
 
@@ -103,10 +105,18 @@ async def looked_over(data: bytes, endpoint: Endpoint, headers: HeaderFields) ->
     return read(data, endpoint) if len(data) <= READ_BYTES else await off_loop(len(data), read, data, endpoint)
 
 
-def changes_for(placement: Placement | PrefillPlace, body: RelayedBody, served: ServedModel) -> dict[str, bytes]:
-    """What is edited into a body on its way to its server: the rank, as SGLang wants it, and the server's own name of
-    the model."""
+def changes_for(
+    placement: Placement | PrefillPlace, body: RelayedBody, served: ServedModel, claim: Claim | None
+) -> dict[str, bytes]:
+    """What is edited into a body on its way to its server: the rank, as SGLang wants it, the server's own name of the
+    model, and the priority that its class has there. `claim`: what its worker is given of it. A client's own priority
+    stays, but that of work which is to come later."""
     changes: dict[str, bytes] = {}
+    priority = placement.info.priorities.of(claim)
+    if priority is not None and body.endpoint.kind in WITH_PRIORITY:
+        is_batch = claim is not None and claim.priority == BATCH
+        if is_batch or not body.given("priority"):
+            changes["priority"] = b"%d" % priority
     if placement.rank is not None and placement.info.engine == "sglang" and body.endpoint.generates:
         changes["routed_dp_rank"] = b"%d" % placement.rank
     if served.sent_name is not None and "model" in body.fields:

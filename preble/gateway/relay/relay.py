@@ -337,7 +337,7 @@ class Exchange:
 
     def _changes(self, place: Placement | PrefillPlace) -> dict[str, bytes]:
         """What is edited into the body for a server, the usage of a stream and where to go on among it."""
-        changes = changes_for(place, self._body, self._served)
+        changes = changes_for(place, self._body, self._served, self._placement.worker_claim)
         return {**changes, **self._body.usage_changes(), **self._continuation}
 
     def _sent(self, answer: Answer) -> None:

@@ -39,7 +39,7 @@ from ...errors import (
     QueueFull,
     TransportError,
 )
-from ...types import SamplingParams, TokenLogprob
+from ...types import Claim, SamplingParams, TokenLogprob
 from ..worker_address import check_worker_address, is_server
 from .kv_event_codec import LoadReport
 from .metrics_text import samples
@@ -237,19 +237,21 @@ class EngineServer:
         rank: int | None = None,
         salt: str = "",
         lora: str = "",
+        claim: Claim | None = None,
     ) -> AsyncIterator[ServerPiece]:
         """Stream the output for 1-D prompt token ids; `sampling.max_new_tokens` tokens at most, from here on.
 
         `request_id` must be unused at the server. `rank`: the data-parallel rank to run on. `salt` and `lora` keep
-        caches apart. Closing the iterator, or cancelling who reads it, closes the connection, at which the engine
-        aborts; call `abort` as well where it must stop at once.
+        caches apart. `claim`: its class is the request's priority where the server serves by that. Closing the
+        iterator, or cancelling who reads it, closes the connection, at which the engine aborts; call `abort` as well
+        where it must stop at once.
 
         Raises `InvalidInput` (the server refuses the request as such), `QueueFull`, `EngineError` (404, 501),
         `TransportError` (broken off, or the server failed: another may do), `ProtocolError` (an answer that is none).
         """
         info = await self._engine()
         sampling = sampling or SamplingParams()
-        path, headers, body = server_request(info, token_ids, sampling, request_id, rank, salt, lora)
+        path, headers, body = server_request(info, token_ids, sampling, request_id, rank, salt, lora, claim)
         wanted = sampling.logprobs
         stream = _SglangStream(info.cumulative, wanted) if info.engine == "sglang" else _VllmStream(wanted)
         client = _aiohttp()

@@ -296,6 +296,7 @@ class ServerLink:
             rank=self.rank if self.info.ranks > 1 else None,
             salt=salt,
             lora=lora,
+            claim=submit.claim,
         )
         has_begun = False
         try:

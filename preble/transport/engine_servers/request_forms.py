@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ProtocolError
-from ...types import LOGPROBS_MAX, SAMPLING_FIELDS, Grammar, SamplingParams, TokenLogprob
+from ...types import LOGPROBS_MAX, SAMPLING_FIELDS, Claim, Grammar, SamplingParams, TokenLogprob
 from .server_info import ServerInfo
 
 TokenIds = Sequence[int] | npt.NDArray[np.int32]
@@ -118,10 +118,11 @@ def server_request(
     rank: int | None,
     salt: str,
     lora: str,
+    claim: Claim | None = None,
 ) -> tuple[str, dict[str, str], dict[str, Any]]:
     """Path, headers and body of the request for output to a server."""
     prompt = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
-    extra: dict[str, Any] = {"cache_salt": salt or None}
+    extra: dict[str, Any] = {"cache_salt": salt or None, "priority": info.priorities.of(claim)}
     headers: dict[str, str] = {}
     if info.engine == "sglang":
         path = "/generate"

@@ -9,6 +9,7 @@ and which flag to name when something is missing; asks nothing itself (`http_cli
 | ranks           | dp_size                                     | there: one line for each engine                      |
 | event sockets   | kv_events, else kv_events_config            | /kv_event_sources (0.32), else `ServerOptions`       |
 | start           | startup_time: how long each step took       | /metrics: when the counters were made                |
+| priority        | enable_priority_scheduling                  | `ServerOptions`                                      |
 | speed so far    | /metrics, where it has them: `served_metrics`| there                                               |
 """
 
@@ -23,14 +24,14 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from ...errors import HandshakeRefused, InvalidConfig, ProtocolError
-from ...types import BOTH, DECODE, PREFILL, Role, ServedWork, check_fields, check_int, check_role
+from ...types import BATCH, BOTH, DECODE, PREFILL, Claim, Role, ServedWork, check_fields, check_int, check_role
 from .metrics_text import samples
 from .served_metrics import served_work
 
 NAMES_MAX = 4096  # of models and adapters that one server is asked for
 NAME_CHARACTERS_MAX = 512
 RANKS_MAX = 256  # each is a worker, some half a megabyte of its scheduler's
-_INT31 = 2**31 - 1
+_INT31, _INT63 = 2**31 - 1, 2**63 - 1
 _REPLAY = '"replay_endpoint" in --kv-events-config lets lost events be asked for again'
 _WILDCARDS = ("*", "0.0.0.0", "::", "[::]", "")
 
@@ -42,6 +43,7 @@ class ServerOptions:
     `events_endpoint` and `replay_endpoint` are ZeroMQ endpoints of rank 0, further ranks use the next ports.
     `require_events`: refuse a server that publishes no cache events, rather than estimate what it caches.
     `below_capacity_tokens`: `WorkerSpec`'s, where it reports no moves. `role`: `WorkerSpec`'s, "" as the server says.
+    `by_priority`: whether it serves by the `priority` of requests, which SGLang reports; False: it is sent none.
     `cost_model`: a preset's name or a file that
     `preble profile` wrote; without, its cost is learned. `ca_file`: certificates (PEM) of who may vouch for it, beside
     the system's. Times in seconds, bodies in bytes. Raises `InvalidConfig` naming the field.
@@ -54,6 +56,7 @@ class ServerOptions:
     kv_capacity_tokens: int | None = None
     below_capacity_tokens: int = 0
     role: Role | Literal[""] = ""
+    by_priority: bool | None = None
     events_endpoint: str = ""
     replay_endpoint: str = ""
     events_topic: str = ""
@@ -102,14 +105,31 @@ class ServedName:
 
 
 @dataclass(frozen=True, slots=True)
+class EnginePriorities:
+    """The engine's own `priority` of requests of each class; None: it is sent none. Of two, vLLM serves the lower one
+    first, SGLang the higher one unless --schedule-low-priority-values-first. They differ by 1, at which SGLang preempts
+    nobody unless its operator says so (--priority-scheduling-preemption-threshold)."""
+
+    interactive: int | None = None
+    batch: int | None = None
+
+    def of(self, claim: Claim | None) -> int | None:
+        """For a request with such a claim."""
+        return self.batch if claim is not None and claim.priority == BATCH else self.interactive
+
+
+_NO_PRIORITIES = EnginePriorities()
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """What a server reported. `events` has a source for each rank, or none at all.
 
     `start` is a text that differs from one start of the server to the next, "" if it gives nothing of the kind.
     `cumulative`: each line of a stream repeats all output tokens so far. `advice`: what is missing, and the flag.
     `cached_first`, `role`: `WorkerSpec`'s. `bootstrap_port`: where SGLang's decode servers ask a prefill server for KV.
-    `served`: the names that /v1/models lists, at most `NAMES_MAX`. `work`: what its metrics say of requests that it
-    served before, None where that is too little.
+    `priorities`: what is sent to it as a request's own `priority`. `served`: the names that /v1/models lists, at most
+    `NAMES_MAX`. `work`: what its metrics say of requests that it served before, None where that is too little.
     """
 
     engine: str
@@ -129,6 +149,7 @@ class ServerInfo:
     cached_first: bool = False
     role: Role = BOTH
     bootstrap_port: int = 0
+    priorities: EnginePriorities = _NO_PRIORITIES
 
     def with_metrics(self, text: str) -> ServerInfo:
         """The same with what the text of /metrics says of its speed; what cannot be right is named in `advice`."""
@@ -172,7 +193,19 @@ def sglang_info(url: str, answer: Mapping[str, Any], options: ServerOptions) -> 
         cached_first=answer.get("schedule_policy") in _SGLANG_CACHED_FIRST,
         role=options.role or _sglang_role(answer),
         bootstrap_port=_int(answer, "disaggregation_bootstrap_port", name, 0, 65_535, _BOOTSTRAP_PORT),
+        priorities=_sglang_priorities(answer, options),
     )
+
+
+def _sglang_priorities(answer: Mapping[str, Any], options: ServerOptions) -> EnginePriorities:
+    """By its --enable-priority-scheduling. A request without a priority has --default-priority-value there; where none
+    is set it would come last of all, so interactive ones are sent 0."""
+    if answer.get("enable_priority_scheduling") is not True or options.by_priority is False:
+        return _NO_PRIORITIES
+    usual, later = answer.get("default_priority_value"), 1 if answer.get("schedule_low_priority_values_first") else -1
+    if type(usual) is not int:
+        return EnginePriorities(0, later)
+    return EnginePriorities(None, min(max(usual + later, -_INT63 - 1), _INT63))
 
 
 def _sglang_role(answer: Mapping[str, Any]) -> Role:
@@ -261,6 +294,7 @@ def vllm_info(
         advice,
         served_names(models),
         role=options.role or BOTH,
+        priorities=EnginePriorities(None, 1) if options.by_priority else _NO_PRIORITIES,
     ).with_metrics(metrics)
 
 
