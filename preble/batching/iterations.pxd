@@ -39,6 +39,7 @@ cdef class IterationCore:
     cdef int64_t admit(self, Batch batch, int64_t budget, double now, list behind) except? -1
     cdef bint is_being_computed(self, LiveRequest live) except -1
     cdef bint is_too_late(self, LiveRequest live, double now) except -1
+    cdef bint is_late_in(self, LiveRequest live, int64_t steps, double now) except -1
     cdef bint start_running(self, LiveRequest live, double now, int64_t spared) except -1
     cdef int check_in_flight(self, Batch batch) except -1
     cdef int note_step(self, double seconds) except -1

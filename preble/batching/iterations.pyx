@@ -107,7 +107,8 @@ cdef class IterationCore:
              newest.
           2. Every decoding request gets one token, oldest first.
           3. While a prefill is under way, waiting requests whose own fits whole into half of the token budget are
-             admitted before it goes on, in the queue's order (`LocalConfig.short_first`).
+             admitted before it goes on, in the queue's order (`LocalConfig.short_first`), unless it would miss its
+             deadline by that.
           4. Requests in the middle of their prefill get chunks of what is left of the token budget, oldest first.
           5. Waiting requests are admitted in the queue's order while budget, places and memory last, each with its
              first chunk.
@@ -216,12 +217,16 @@ cdef class IterationCore:
 
     cdef int64_t admit_short(self, Batch batch, int64_t budget, list under_way, double now) except -1:
         """Admit waiting requests that are computed whole within a budget, and leave those under way the memory that
-        they need; returns what they take. At most `SHORT_LOOKS` others are passed over."""
+        they need; returns what they take. At most `SHORT_LOOKS` others are passed over. Nobody is admitted where one
+        under way would miss its deadline with such a budget in each iteration."""
         cdef LiveRequest live
         cdef int64_t taken = 0, passed_over = 0, needed = 0, count
         cdef bint is_short
         for live in under_way:
-            needed += live.prefill_end - live.computed
+            count = live.prefill_end - live.computed
+            needed += count
+            if self.is_late_in(live, (count + budget - 1) // max(budget, 1), now):
+                return 0
         self._waiting.begin()
         while taken < budget and len(self._running) < self._places and passed_over < SHORT_LOOKS:
             live = self._waiting.next_at(now)
@@ -312,12 +317,18 @@ cdef class IterationCore:
         """True if a newcomer's first token would come after its deadline though it went now, by how long iterations
         that prefill have taken lately."""
         cdef int64_t chunk, steps = 1
-        claim = live.claim
-        if claim is None or claim.deadline_seconds is None or resumes(live) or self._waiting.is_last(live):
+        if live.claim is None or resumes(live) or self._waiting.is_last(live):
             return False
         chunk = max(self.token_budget - <int64_t> len(self._running), 1)
         if self.chunked:
             steps = (uncached_of(live) + chunk - 1) // chunk
+        return self.is_late_in(live, steps, now)
+
+    cdef bint is_late_in(self, LiveRequest live, int64_t steps, double now) except -1:
+        """True if so many more iterations that prefill end after its deadline, by how long they have taken lately."""
+        claim = live.claim
+        if claim is None or claim.deadline_seconds is None:
+            return False
         return now + steps * self.step_seconds > live.arrival_seconds + <double> claim.deadline_seconds
 
     cdef bint start_running(self, LiveRequest live, double now, int64_t spared) except -1:

@@ -11,6 +11,7 @@ import pytest
 from preble.clock import ManualClock
 from preble.errors import InvalidConfig
 from preble.local import LocalConfig, LocalRequest, LocalScheduler
+from preble.types import Claim
 
 BUDGET = 64
 
@@ -103,3 +104,30 @@ def test_no_more_run_than_an_iteration_has_tokens_for_where_prefills_are_discard
 def test_what_is_no_switch_is_refused() -> None:
     with pytest.raises(InvalidConfig, match=r"LocalConfig\.short_first"):
         scheduler_of(short_first=1)
+
+
+def timed_step(scheduler: LocalScheduler, clock: ManualClock) -> tuple[dict[str, int], list[str]]:
+    """As `step`; it takes half a second."""
+    batch = scheduler.next_batch()
+    chunks = {live.request.request_id: live.scheduled for live in batch.prefills}
+    clock.advance(0.5)
+    return chunks, [out.request_id for out in scheduler.complete(batch, {}) if out.index == 0]
+
+
+@pytest.mark.parametrize(("deadline_seconds", "passes"), [(100.0, True), (10.0, False)])
+def test_a_long_prefill_is_not_passed_where_it_would_miss_its_deadline_by_that(
+    deadline_seconds: float, passes: bool
+) -> None:
+    clock = ManualClock()
+    scheduler = LocalScheduler(LocalConfig(4000, token_budget=BUDGET), clock=clock)
+    add(scheduler, "before", [1] * 100)
+    while scheduler.load().running or scheduler.load().waiting:
+        timed_step(scheduler, clock)
+    claim = Claim(deadline_seconds=deadline_seconds)
+    scheduler.add(LocalRequest("long", np.full(1000, 2, np.int32), 2, claim=claim))
+    assert timed_step(scheduler, clock) == ({"long": BUDGET}, [])
+    add(scheduler, "short", [*[1] * 100, *[3] * 20])
+    chunks, firsts = timed_step(scheduler, clock)  # half of the budget each time would take it 15 s
+    assert firsts == (["short"] if passes else [])
+    assert chunks["long"] == BUDGET - chunks.get("short", 0)
+    scheduler.check()
