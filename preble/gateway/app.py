@@ -35,8 +35,8 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic, shared: SharedLimi
 
     async def own_metrics() -> bytes:
         """Counters are read on the loop, the text is made beside it."""
-        stats = gateway.router.stats()
-        return await asyncio.to_thread(gateway.metrics.render, gateway.router.scheduler, stats, gateway.stats())
+        stats, own = gateway.router.stats(), {**gateway.stats(), "model_of": gateway.model_of()}
+        return await asyncio.to_thread(gateway.metrics.render, gateway.router.scheduler, stats, own)
 
     async def all_metrics() -> bytes:
         text = await ours.result()

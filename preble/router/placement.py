@@ -187,7 +187,7 @@ class Placement(PlacedRequest):
             return
         self._end()
         self._note_cached(cached_tokens)
-        if self.attempt is not None:
+        if self.attempt is not None and not self.attempt.first_seen:
             self._link.first_token_came(self.attempt.wire_id)
         self._output_tokens = max(output_tokens, self._output_tokens)
         self._router.end(self, reason)
@@ -299,7 +299,8 @@ class Placement(PlacedRequest):
         if self._prefills is not None:
             self._prefills.relayed -= 1
             self._prefills = None
-        self._link.expects_no_more(attempt.wire_id)
+        if not attempt.first_seen:
+            self._link.expects_no_more(attempt.wire_id)
         if self._streams:
             self._streams = False
             self._link.stream_left()

@@ -250,11 +250,14 @@ class Gateway:
     def stats(self) -> dict[str, Any]:
         """What the gateway itself holds now. Changes nothing. On the loop only."""
         tasks = len(asyncio.all_tasks())
-        found: dict[str, Any] = {"discovery": [] if self.discovery is None else self.discovery.stats()}
-        workers = self.router.fleet.workers.items()
-        found["models"] = {address: one.welcome.model for address, one in workers if one.welcome is not None}
+        found = {"discovery": [] if self.discovery is None else self.discovery.stats()}
         known = {"live_choices": self.live_choices, "draining": self.draining, "ready": self.ready, "tasks": tasks}
         return known | found
+
+    def model_of(self) -> dict[str, str]:
+        """The model of each worker, by its address. Changes nothing. On the loop only."""
+        workers = self.router.fleet.workers.items()
+        return {address: one.welcome.model for address, one in workers if one.welcome is not None}
 
 
 class _Places:

@@ -35,7 +35,7 @@ def read_text(scheduler: GlobalScheduler, router: Mapping[str, Any], gateway: Ma
     registry.register(_Snapshot(_scheduler_families(stats)))
     registry.register(_Snapshot(scaling_families(stats["scaling"])))
     registry.register(_Snapshot(_worker_families(stats["workers"], router["workers"])))
-    registry.register(_Snapshot(replica_families(stats["scaling"], router["workers"], gateway.get("models", {}))))
+    registry.register(_Snapshot(replica_families(stats["scaling"], router["workers"], gateway.get("model_of", {}))))
     registry.register(_Snapshot(_router_families(router, gateway)))
     registry.register(_Snapshot(discovery_families(gateway.get("discovery", ()))))
     text: bytes = generate_latest(registry)

@@ -148,8 +148,8 @@ class EngineWatch:
         self._works()
 
     def waits(self, name: Hashable, expected_seconds: float) -> None:
-        """A request waits there for its first token, whose prefill is expected to take so long."""
-        self.waits_no_more(name)
+        """A request waits there for its first token, whose prefill is expected to take so long. No name is used
+        twice."""
         self._waiting_seconds += expected_seconds
         self._waiting[name] = _UnbegunRequest(expected_seconds, self._now_seconds, self._waiting_seconds)
 

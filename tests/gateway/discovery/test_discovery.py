@@ -566,6 +566,7 @@ async def test_a_gateway_finds_its_servers_in_kubernetes_and_keeps_them_when_tha
         assert metric(text, "discovery_servers", source=source, phase="serving") == 2
         assert metric(text, "discovery_age_seconds", source=source) >= 0
         assert metric(text, "scaling_desired_replicas") >= 1
+        assert metric(text, "scaling_desired_replicas_of_model", model="tiny") >= 1
         # Another source by SIGHUP; and a gateway that starts while the API server is away.
         more = tmp_path / "servers.yaml"
         more.write_text(json.dumps([servers[0].url]))
