@@ -28,6 +28,7 @@ from preble.gateway.api.sampling import sampling_of_openai, sampling_of_sglang, 
 from preble.gateway.core.http_errors import ApiError
 from preble.transport import wire
 from preble.transport.engine_servers.request_forms import FIELDS, RESUMABLE_FIELDS, server_request
+from preble.transport.engine_servers.server_info import EnginePriorities
 from preble.types import GRAMMAR_KINDS, SAMPLING_FIELDS, Grammar, SamplingParams
 from tests.support.paths import ROOT
 
@@ -178,7 +179,7 @@ def given_to_vllm(sampling: SamplingParams, offset: int = 0, **defaults: Any) ->
 
 def given_to_server(engine: str, sampling: SamplingParams) -> dict[str, Any]:
     """What a server is asked by a worker before it."""
-    info: Any = SimpleNamespace(engine=engine, model="m")
+    info: Any = SimpleNamespace(engine=engine, model="m", priorities=EnginePriorities())
     path, _, body = server_request(info, [5, 6, 7], sampling, "r", None, "", "")
     assert path == (GENERATE if engine == "sglang" else COMPLETIONS)
     return flat(**json.loads(json.dumps(body)))
