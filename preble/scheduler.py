@@ -15,7 +15,7 @@ from ._cost import CostModel, LoadTracker
 from ._kv_index.block_index import BlockIndex
 from ._kv_index.event_batch import EventBatch
 from ._placement.bookings import DecisionCore
-from ._placement.request_api import RequestApi, finite_time, iterable, names_session, policy_name
+from ._placement.request_api import finite_time, iterable, names_session, policy_name
 from ._radix import RadixTree
 from ._snapshot.accounts import cost_at
 from .clock import Clock, monotonic
@@ -30,6 +30,7 @@ from .scheduling.charges import service_of
 from .scheduling.cost_factors import logs_of_served, scaled
 from .scheduling.leases import Drift, Lease, Reconciliation, give_back, named_request, reconcile, request_ids_in
 from .scheduling.membership import Handover, Membership
+from .scheduling.pairs.calls import PairCalls
 from .types import (
     BOTH,
     AllBlocksCleared,
@@ -37,7 +38,6 @@ from .types import (
     CacheEvent,
     Claim,
     Explanation,
-    PairDecision,
     Priority,
     PullCost,
     ServedWork,
@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     from .scheduling.records import DecisionRecord, DecisionRecording
     from .scheduling.snapshot import Parts, Snapshot
     from .scheduling.stats import SchedulerStats, WorkerStats
-    from .scheduling.tenants import Tenants
 
 DEFAULT_COST_MODEL = "mistral-7b/a6000"
 COUNTED = (
@@ -82,7 +81,7 @@ class _Worker:
     cache_mismatches: CacheMismatches = field(default_factory=CacheMismatches)
 
 
-class GlobalScheduler(RequestApi):
+class GlobalScheduler(PairCalls):
     """Chooses a worker for each request so that cached prefixes are reused and load is shared. Thread-safe.
 
     `workers`: WorkerSpecs or ids. `policy`: "e2", another built-in name, or a `Policy`. `cost_model`: a `CostModel` or
@@ -93,9 +92,6 @@ class GlobalScheduler(RequestApi):
     """
 
     _policy_state: PolicyState | PairHalves | None
-    _tenants: Tenants | None
-    _kv_moves: KvMoves | None = None
-    _pairs: PairHalves | None = None  # where some workers do not do both
 
     def __init__(
         self,
@@ -218,38 +214,6 @@ class GlobalScheduler(RequestApi):
         if names_session(session) and self._recorder is not None:
             with self._lock:
                 self._recorder.on_session(request_id, session)
-
-    # --- prompts and outputs apart ------------------------------------------------------------------------------------
-
-    def schedule_pair(
-        self,
-        token_ids: TokenIds,
-        *,
-        request_id: Hashable = None,
-        namespace: Hashable = None,
-        max_new_tokens: int | None = None,
-        exclude: Iterable[str] = (),
-        session: SessionHint | None = None,
-    ) -> PairDecision:
-        """As `schedule`, also on workers whose `WorkerSpec.role` is not "both", which `schedule` gives nothing: on one
-        worker that does both, or its prefill on one and its decode on another, whichever costs less, transfer included.
-        Returns what is booked; `finish` or `cancel` of the request's id ends both halves, `prefill_done` that of the
-        prefill, and `first_token` says that the KV has come. Raises as `schedule`. O(tokens + workers)."""
-        from .scheduling.pairs.placing import AskedPair, place_pair
-
-        left_out = list(iterable("exclude", exclude))
-        asked = AskedPair(token_ids, request_id, namespace, max_new_tokens, left_out, session)
-        with self._lock:
-            draining = [name for name, worker in self._workers.items() if worker.draining]
-            return place_pair(self, self._pairs, self._kv_moves, self._policy, draining, asked)
-
-    def prefill_done(self, request_id: Hashable, *, cached_tokens: int | None = None) -> bool:
-        """The prefill of a pair's request, `request_id`, is done, and its booking ends; `cached_tokens`: as for
-        `first_token`. Returns False if none is booked. Raises InvalidInput; then nothing has changed. O(1)."""
-        named = named_request(request_id)
-        with self._lock:
-            half = None if self._pairs is None else self._pairs.half_of(self.core.live_key(named))
-            return half is not None and super().first_token(half, cached_tokens=cached_tokens) and self._end(half, None)
 
     # --- KV from worker to worker -------------------------------------------------------------------------------------
 
@@ -397,8 +361,9 @@ class GlobalScheduler(RequestApi):
             if booked.get("worker") is None:
                 return 0.0
             cost = cost_at(self.core, self._worker(booked["worker"]).index)
-        prompt, output = booked["prompt_tokens"], booked["expected_output_tokens"]
-        return service_of(cost, prompt, booked["matched_tokens"], output)
+            half = None if self._pairs is None else self._pairs.half_of(self.core.live_key(request_id))
+            matched = (booked if half is None else self.core.lease(half))["matched_tokens"]
+        return service_of(cost, booked["prompt_tokens"], matched, booked["expected_output_tokens"])
 
     def prefill_seconds(self, worker_id: str, prompt_tokens: int, cached_tokens: int) -> float:
         """Returns the seconds that `worker_id` takes for the prefill of a prompt of `prompt_tokens`, of which
@@ -598,7 +563,7 @@ class GlobalScheduler(RequestApi):
         """Made anew each time: one that was kept would keep its scheduler alive. What a subclass makes of the calls is
         for its own requests."""
         return peer_bookings.PeerBookings(
-            self.core, self._book_on, super().first_token, self._end, self._give_back, self._count
+            self.core, self._book_on, super().first_token, self._end, self._give_back, self._count, self._pairs
         )
 
     def apply_raw(
@@ -800,13 +765,10 @@ class GlobalScheduler(RequestApi):
     ) -> Decision:
         """`schedule` for a request with a claim: workers at which it would come too late are left out, and what it is
         booked for is charged."""
-        from .scheduling.charges import service_in
-        from .scheduling.tenants import Tenants, place_claimed
+        from .scheduling.tenants import place_claimed
 
         with self._lock:
-            if self._tenants is None:
-                self._tenants = Tenants(service_in(self.core))  # it holds the core, and not this scheduler
-            return place_claimed(self, self._tenants, claim, token_ids, list(iterable("exclude", exclude)), asked)
+            return place_claimed(self, self._accounts(), claim, token_ids, list(iterable("exclude", exclude)), asked)
 
     def _count(self, what: str, times: int) -> None:
         if times:

@@ -488,12 +488,27 @@ class PairDecision:
 
 
 @dataclass(frozen=True, slots=True)
+class PairCost:
+    """What a request costs in seconds on the cheapest pair of workers, `price_seconds`, of which `prefill_worker`
+    prefills its prompt and `decode_worker` decodes its output: `moved_tokens`, which the latter is not estimated to
+    cache, are handed over in `transfer_seconds`. `one_seconds`: on the cheapest worker that does both; infinity where
+    there is none."""
+
+    prefill_worker: str
+    decode_worker: str
+    moved_tokens: int
+    transfer_seconds: float
+    price_seconds: float
+    one_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """Why `worker` would be chosen now, for `reason`, by `policy`. `margin` is the score of `runner_up`, the next best
     (None with one candidate), minus the winner's (0 with one candidate); negative where the winner was drawn among
     several, or the prompt redirected to it. Of the prompt's `prompt_tokens`, `matched_tokens` are estimated cached
     there. `workers`: the terms of each. `pull`: the cheapest way to take over KV that another worker caches; None where
-    nobody can, or nobody has more."""
+    nobody can, or nobody has more. `pair`: of `explain_pair`, the cheapest pair; None where there are no two."""
 
     worker: str
     runner_up: str | None
@@ -504,6 +519,7 @@ class Explanation:
     matched_tokens: int
     workers: Sequence[WorkerCost] = field(default_factory=tuple)
     pull: PullCost | None = None
+    pair: PairCost | None = None
 
 
 INTERACTIVE: Priority = "interactive"

@@ -5,9 +5,11 @@ loads and what is printed.
                                      [--seeds 10 11 12] [--gbits 100] [--share 0.5] [--json FILE]
 
 Workloads, engines and what is counted are the contest's (`benchmarks/paper/contest_cells.py`); load is a share of what
-its pooled reference ends of a backlog, for so many workers; agents are sessions in a closed loop, 8 at once for each
-worker at load 1. KV is a 7B model's in 16 bit, on one link a worker. Of so many workers a quarter or a half prefills
-only; the others do both, or decode only. E2 chooses by price, another policy always a pair. Means over the seeds.
+its pooled reference ends of a backlog, for so many workers. Agents are sessions in a closed loop, at load 1 as many for
+each worker as the work, and no pause, limits (`agents_cells.CROWD`); they are broken off at `agents_cells.END_SECONDS`,
+and who has no first token then has waited until then. KV is a 7B model's in 16 bit, on one link a worker. Of so many
+workers a quarter or a half prefills only; the others do both, or decode only. E2 chooses by price, another policy
+always a pair. Means over the seeds.
 """
 
 from __future__ import annotations
@@ -16,13 +18,21 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.paper.agents_cells import PAUSE_MAX_SECONDS, TRACE, TURNS_MIN, sessions_of
+from benchmarks.paper.agents_cells import (
+    CROWD,
+    END_SECONDS,
+    PAUSE_MAX_SECONDS,
+    TRACE,
+    TURNS_MIN,
+    WARM_SECONDS,
+    sessions_of,
+)
 from benchmarks.paper.contest_cells import FLEET, SOURCES, Rates, arriving, drained, local_config, warm_requests
 from preble import WorkerSpec, sim
 from preble.types import BOTH, DECODE, PREFILL, Role
@@ -64,7 +74,7 @@ def workload_of(name: str, workers: int, load: float, seed: int, share: float, r
         if name not in rates:
             rates[name] = drained(name, share)
         return arriving(name, seed, share, rates[name], load * workers / FLEET.workers)
-    live = max(2, round(load * 8 * workers * share))
+    live = max(2, round(load * CROWD * workers))  # whatever the share: fewer sessions are another load
     return sessions_at_once(
         sessions_of(TRACE, seed, 2 * live),
         live,
@@ -91,17 +101,30 @@ def figures_of(workload: Workload, arm: Arm, workers: int, seed: int, bytes_per_
         seed=seed,
         kv_link=link if prefills else None,
     )
-    result = sim.simulate(workload, config)
-    counted = np.arange(len(workload)) >= warm_requests(len(workload))
+    agents = any(one.after is not None for one in workload.requests)
+    if agents:
+        config = replace(config, until_seconds=END_SECONDS)
+    return counted_figures(sim.simulate(workload, config), workload, agents)
+
+
+def counted_figures(result: sim.Result, workload: Workload, agents: bool) -> dict[str, float]:
+    """Of what came after the warm-up; times to first token and latencies of all, also of those that have waited in
+    vain, times per output token of those that ended."""
+    if agents:
+        counted = result.arrival_seconds > WARM_SECONDS
+    else:
+        counted = np.arange(len(workload)) >= warm_requests(len(workload))
+    open_for = END_SECONDS - result.arrival_seconds
+    ttft = np.where(np.isnan(result.ttft_seconds), open_for, result.ttft_seconds)[counted]
+    latency = np.where(np.isnan(result.latency_seconds), open_for, result.latency_seconds)[counted]
     done = counted & ~np.isnan(result.latency_seconds) & (result.output_tokens > 1)
-    ttft, latency = result.ttft_seconds[done], result.latency_seconds[done]
-    tpot = (latency - ttft) / (result.output_tokens[done] - 1)
+    tpot = ((result.latency_seconds - result.ttft_seconds) / np.maximum(result.output_tokens - 1, 1))[done]
     found: dict[str, float] = {}
     for what, values in (("ttft", ttft), ("latency", latency), ("tpot", tpot)):
         found[f"mean_{what}"], found[f"p99_{what}"] = float(np.mean(values)), float(np.percentile(values, 99))
     pairs: Any = result.scheduler_stats["policy_state"].get("pairs", {})
-    found["separated"] = pairs.get("separated", 0) / max(len(workload), 1)
-    found["unfinished"] = float((counted & np.isnan(result.latency_seconds)).sum())
+    found["separated"] = pairs.get("separated", 0) / max(pairs.get("placed", 0), 1)
+    found["turns"] = float((result.outcome == sim.results.FINISHED).sum())
     return found
 
 
@@ -112,7 +135,7 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for workers in args.workers:
             for load in args.loads:
                 made = [(seed, workload_of(name, workers, load, seed, args.share, rates)) for seed in args.seeds]
-                for arm in dict.fromkeys((one.name(workers), one) for one in ARMS):
+                for arm in {one.name(workers): one for one in ARMS}.items():
                     runs = [
                         figures_of(workload, arm[1], workers, seed, args.gbits / 8 * 1e9) for seed, workload in made
                     ]

@@ -879,6 +879,13 @@ cdef class RequestApi:
 
     # --- counts ---
 
+    def _note_decision(self, str reason) -> int:
+        """Count a decision that was booked beside these calls; returns its number."""
+        self.sequence += 1
+        self.scheduled += 1
+        self.count_reason(reason)
+        return self.sequence - 1
+
     def _counts(self) -> dict[str, int]:
         """What these calls have counted."""
         return {"scheduled": self.scheduled, "finished": self.finished, "cancelled": self.cancelled,

@@ -96,6 +96,9 @@ def heading(record: DecisionRecord) -> list[str]:
     if record.shadow is not None:
         same = "the same" if record.shadow.worker == record.worker else printable(record.shadow.worker)
         why += f"; shadow {printable(record.shadow.policy)}: {same} ({printable(record.shadow.reason)})"
+    if record.pair is not None:
+        why += f"; decoded by {printable(record.pair.decode_worker)}, {record.pair.moved_tokens} tokens moved in "
+        why += f"{number(record.pair.transfer_seconds)} s, {number(record.pair.one_seconds)} s on one worker"
     return [head, why]
 
 

@@ -9,30 +9,38 @@ has a place at both, and whoever sends the request says to either who the other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import TYPE_CHECKING, Any
 
 from ..transport.messages import OutputChunk
-from ..types import PairDecision
+from ..types import DECODE, PairDecision
 from .request import Attempt, PlacedRequest, RoutedRequest
 
 if TYPE_CHECKING:
     from .._placement.decision import Decision
     from ..scheduler import GlobalScheduler
     from .fleet import Fleet
+    from .shared_bookings import SharedBookings
 
 
 def schedule_for(
     scheduler: GlobalScheduler, fleet: Fleet, live: PlacedRequest | None, asked: dict[str, Any]
 ) -> Callable[..., Any]:
-    """How a request is placed: on one worker, or where some do not do both also on two. Takes out of `asked` what does
-    not count then."""
+    """How a request is placed: on one worker, or where some do not do both also on two. Samples of a set stay whole
+    where somebody does both; else their group counts for nothing, and is taken out of `asked`."""
     if live is None or not live.is_separable:
         return scheduler.schedule
-    if not (fleet.roles if isinstance(live, RoutedRequest) else fleet.server_roles):
+    roles = fleet.roles if isinstance(live, RoutedRequest) else fleet.server_roles
+    if not roles or (live.group is not None and not roles.keys() >= set(fleet.worker_ids)):
         return scheduler.schedule
     asked.pop("group", None)
     return scheduler.schedule_pair
+
+
+def prefilling(fleet: Fleet, unusable: Collection[str]) -> list[str]:
+    """The workers at which a request may wait for its first token: all but `unusable`, and who decodes only."""
+    out = {name for roles in (fleet.roles, fleet.server_roles) for name, role in roles.items() if role == DECODE}
+    return [name for name in fleet.worker_ids if name not in unusable and name not in out]
 
 
 def sent_first(live: PlacedRequest, decision: Decision | PairDecision) -> str:
@@ -40,6 +48,12 @@ def sent_first(live: PlacedRequest, decision: Decision | PairDecision) -> str:
     if isinstance(decision, PairDecision) and isinstance(live, RoutedRequest):
         return decision.prefill_worker or decision.worker
     return decision.worker
+
+
+def prefilled_on(decision: Decision | PairDecision) -> str:
+    """The worker at which a request waits for its first token."""
+    pair = decision if isinstance(decision, PairDecision) else None
+    return decision.worker if pair is None or pair.prefill_worker is None else pair.prefill_worker
 
 
 def first_attempt(wire_id: str, live: PlacedRequest, decision: Decision | PairDecision) -> Attempt:
@@ -80,3 +94,33 @@ def waits_at(live: PlacedRequest, attempt: Attempt) -> tuple[str, Hashable] | No
     if attempt.handed_over and isinstance(live, RoutedRequest):
         return None
     return pair.prefill_worker, pair.prefill_request_id
+
+
+# --- reported to other routers, of servers that do not report themselves ----------------------------------------------
+
+
+def share_placed(own: SharedBookings, live: PlacedRequest, attempt: Attempt) -> None:
+    """An attempt was booked and sent; one at two servers is two bookings."""
+    tokens, space = live.tokens_so_far(), live.namespace
+    own.placed(attempt.wire_id, attempt.worker_id, tokens, space, live.tokens_left)
+    pair = attempt.pair
+    if pair is not None and pair.prefill_worker is not None and not isinstance(live, RoutedRequest):
+        own.placed(_of_prefill(attempt), pair.prefill_worker, tokens, space, 1)
+
+
+def share_first_token(own: SharedBookings, attempt: Attempt) -> None:
+    """An attempt's first token has come, and so its prefill elsewhere is over."""
+    own.first_token(attempt.wire_id, attempt.cached_tokens)
+    if attempt.pair is not None:
+        own.ended(_of_prefill(attempt), 1)
+
+
+def share_ended(own: SharedBookings, attempt: Attempt, output_tokens: int | None) -> None:
+    """An attempt has ended; `output_tokens` None: without a result."""
+    own.ended(attempt.wire_id, output_tokens)
+    if attempt.pair is not None:
+        own.ended(_of_prefill(attempt), None)
+
+
+def _of_prefill(attempt: Attempt) -> str:
+    return f"{attempt.wire_id}-prefill"

@@ -58,11 +58,11 @@ from ..transport.security import ClientKeys
 from ..transport.tasks import end_all
 from ..transport.worker_address import check_worker_address, why_silent
 from ..types import INTERACTIVE, Claim, FinishReason, PairDecision, Priority, SamplingParams, SessionHint, check_fields
+from . import pairs
 from .arguments import NO_TOKENS, PromptTokenizer, Tokenizer, scheduler_of
 from .asked import check_session, first_token_limit
 from .counters import RouterCounters as RouterCounters
 from .fleet import Fleet, FleetConfig, FleetWorker
-from .pairs import first_attempt, hands_over, next_attempt, report_first_token, schedule_for, sent_first, waits_at
 from .placement import Placement
 from .request import Attempt, PlacedRequest, RoutedRequest, Setback, StreamChunk, TokenIds
 from .traffic_recorder import Record, recorder_for
@@ -594,20 +594,18 @@ class Router:
                     return False
                 live.failed_workers.clear()  # better a worker that failed it once than none
                 continue
-            worker = sent_first(live, decision)
-            if worker in verdict.over:
+            if (waits := pairs.prefilled_on(decision)) in verdict.over:
                 self.scheduler.cancel(live.request_id)
-                raise self._overloaded(self._predicted_wait.wait_seconds(worker, self._clock()))
+                raise self._overloaded(self._predicted_wait.wait_seconds(waits, self._clock()))
             if self._send_as(live, decision):
                 return True
-            unusable.add(worker)
+            unusable.add(pairs.sent_first(live, decision))
 
     # --- asked by turns -----------------------------------------------------------------------------------------------
 
     def usable_workers(self) -> list[str]:
-        """The workers that take requests."""
-        unusable = self.fleet.unusable
-        return [name for name in self.fleet.worker_ids if name not in unusable]
+        """The workers that take requests, and compute prompts."""
+        return pairs.prefilling(self.fleet, self.fleet.unusable)
 
     def try_worker(self, live: PlacedRequest, closed: frozenset[str], anywhere: bool) -> tuple[str, bool] | None:
         """Place a request whose turn it is; see `TurnOwner`."""
@@ -619,15 +617,16 @@ class Router:
             decision = self._schedule(*asked, exclude | closed if anywhere else exclude, live)
         except NoWorkers:
             return None
-        if decision.worker in closed:
+        waits = pairs.prefilled_on(decision)
+        if waits in closed:
             self.scheduler.cancel(live.request_id)
-            return decision.worker, False
-        return (decision.worker, True) if self._send_as(live, decision) else None
+            return waits, False
+        return (waits, True) if self._send_as(live, decision) else None
 
     def _send_as(self, live: PlacedRequest, decision: Any) -> bool:
         """Send a request to the worker that was chosen, of a pair the one that prefills; False, and nothing is booked,
         where that takes no more."""
-        if not self._send(live, first_attempt(f"{self._wire_ids + 1}", live, decision)):
+        if not self._send(live, pairs.first_attempt(f"{self._wire_ids + 1}", live, decision)):
             self.scheduler.cancel(live.request_id)
             return False
         live.decision = live.decision or decision
@@ -651,7 +650,7 @@ class Router:
         bound, own = self.config.refuse_wait_seconds or math.inf, live.first_token_seconds
         if min(bound, own) == math.inf or live.failures or self._predicted_wait.is_calm:
             return ADMITTED
-        workers = (name for name in self.fleet.worker_ids if name not in unusable)
+        workers = pairs.prefilling(self.fleet, unusable)
         verdict = self._predicted_wait.verdict(workers, live.client, bound, self._clock(), own)
         if verdict.refuse_seconds is not None:
             raise self._overloaded(verdict.refuse_seconds)
@@ -675,7 +674,7 @@ class Router:
         asked: dict[str, Any] = {"request_id": request_id, "namespace": namespace, "max_new_tokens": max_new_tokens}
         if live is not None:
             asked |= {"session": live.session or None, "group": live.group}
-        schedule = schedule_for(self.scheduler, self.fleet, live, asked)
+        schedule = pairs.schedule_for(self.scheduler, self.fleet, live, asked)
         try:
             # The scheduler's own "nobody" takes its shortest way.
             return schedule(token_ids, exclude=exclude or (), **asked)
@@ -704,14 +703,14 @@ class Router:
         live.attempt = attempt
         self._running[attempt.wire_id] = live
         self._recorder.sent(live, worker_id)
-        waits = waits_at(live, attempt)
+        waits = pairs.waits_at(live, attempt)
         if waits is not None:
             booked = self.scheduler.booked_seconds(waits[1])
             self.fleet.expect(worker_id, attempt.wire_id, booked)
             if live.is_streamed:  # of others nobody knows how long they wait
                 self._predicted_wait.placed(attempt.wire_id, waits[0], live.client, booked, self._clock())
         if self.siblings is not None:
-            self.siblings.own.placed(attempt.wire_id, worker_id, live.tokens_so_far(), live.namespace, live.tokens_left)
+            pairs.share_placed(self.siblings.own, live, attempt)
         return True
 
     def _note_first_token(self, live: PlacedRequest, attempt: Attempt) -> None:
@@ -721,10 +720,10 @@ class Router:
         attempt.first_seen = True
         self._recorder.first_token(live)
         self._predicted_wait.started(attempt.wire_id, self._clock())
-        report_first_token(self.scheduler, live, attempt)
+        pairs.report_first_token(self.scheduler, live, attempt)
         self._turns.pump()
         if self.siblings is not None:
-            self.siblings.own.first_token(attempt.wire_id, attempt.cached_tokens)
+            pairs.share_first_token(self.siblings.own, attempt)
 
     def _no_room(self, live: PlacedRequest, setback: Setback | None) -> PrebleError:
         if live.full_workers:
@@ -764,7 +763,7 @@ class Router:
             self._turns.ended(live, attempt.cached_tokens, output_tokens)
         self._turns.pump()
         if self.siblings is not None:
-            self.siblings.own.ended(attempt.wire_id, output_tokens)
+            pairs.share_ended(self.siblings.own, attempt, output_tokens)
         try:
             live.take_back(attempt, self.fleet, abort=abort)
         except (TransportError, UnknownWorker, QueueFull):
@@ -849,7 +848,7 @@ class Router:
             self._end_attempt(live, abort=False)
             kind = EngineError if chunk.finish_reason == "error" else InvalidInput
             live.fail(kind(chunk.error or "the engine gave no reason"))
-        elif attempt.pair is not None and hands_over(live, attempt, chunk):
+        elif attempt.pair is not None and pairs.hands_over(live, attempt, chunk):
             self._hand_over(live, attempt.pair)
         elif chunk.finish_reason is not None or accepted.excess:
             self._end_attempt(live, abort=chunk.finish_reason is None, finished=chunk.finish_reason != "abort")
@@ -858,7 +857,7 @@ class Router:
     def _hand_over(self, live: RoutedRequest, pair: PairDecision) -> None:
         """The prompt is prefilled: the other worker of the pair goes on or, if that takes no more, any."""
         self._end_attempt(live, abort=False, handed_over=True)
-        attempt = next_attempt(f"{self._wire_ids + 1}", pair, live.output_tokens)
+        attempt = pairs.next_attempt(f"{self._wire_ids + 1}", pair, live.output_tokens)
         if pair.worker not in self.fleet.unusable and self._send(live, attempt):
             self.counters.handed_over += 1
             return

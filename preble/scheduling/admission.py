@@ -23,14 +23,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .._placement.request_api import hashable
-from ..errors import CapacityExceeded, DuplicateRequest, NoWorkers, PrebleError
-from ..types import BATCH, INTERACTIVE, Claim, Priority, claim_of
+from ..errors import CapacityExceeded, DuplicateRequest, InvalidInput, NoWorkers, PrebleError
+from ..types import BATCH, BOTH, INTERACTIVE, PREFILL, Claim, Priority, claim_of
 from .charges import Charges
 from .flow_control import FlowConfig, FlowControl, HeldRequest, Turn
 from .predicted_wait import PredictedWait
 
 if TYPE_CHECKING:
     from .._placement.decision import Decision, Match
+    from ..types import PairDecision
 
 
 class Scheduling(Protocol):
@@ -39,6 +40,13 @@ class Scheduling(Protocol):
     @property
     def schedule(self) -> Callable[..., Decision]:
         """Choose a worker and book."""
+
+    @property
+    def schedule_pair(self) -> Callable[..., PairDecision]:
+        """Choose a worker or a pair, and book."""
+
+    def prefill_done(self, request_id: Hashable, *, cached_tokens: int | None = None) -> bool:
+        """The prefill of a pair's request is done."""
 
     def first_token(self, request_id: Hashable, *, cached_tokens: int | None = None) -> bool:
         """The prefill is done."""
@@ -111,20 +119,23 @@ class AdmissionQueue:
     At most `FlowConfig.waiting_max` requests wait; beyond, the newest of the tenant with the most of them is refused.
     Requests that are scheduled past this queue are not seen here, and what waits is underestimated by them.
     `workers_yield`: they are given each request's `priority`, and let others pass batch work as `LocalScheduler` does;
-    then more of a flood may run there.
+    then more of a flood may run there. `pairs`: requests are placed by `schedule_pair`, so `on_turn` is given its
+    decisions, and `group` is refused; a request waits for who would prefill it.
     """
 
     def __init__(
         self,
         scheduler: Scheduling,
-        on_turn: Callable[[Hashable, Decision], object],
+        on_turn: Callable[[Hashable, Any], object],
         on_refused: Callable[[Hashable, PrebleError], object],
         *,
         config: FlowConfig | None = None,
         workers_yield: bool = False,
+        pairs: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self._workers_yield = workers_yield
+        self._pairs = pairs
         self._on_turn, self._on_refused = on_turn, on_refused
         self._waits = PredictedWait()
         self.control = FlowControl(config or FlowConfig(), self._waits, self)
@@ -158,6 +169,8 @@ class AdmissionQueue:
         nothing of it is kept. O(tenants that wait) where it has a deadline, else O(log of those that wait).
         """
         claim = claim_of(tenant, deadline_seconds, priority)
+        if self._pairs and asked.pop("group", None) is not None:
+            raise InvalidInput("group: samples of a set are not placed on pairs")
         if request_id is None:
             request_id = f"queued-{next(self._numbers)}"
         hashable("request_id", request_id)
@@ -189,6 +202,13 @@ class AdmissionQueue:
         return BATCH if request_id in self._yielding else INTERACTIVE
 
     # --- a request's life ---------------------------------------------------------------------------------------------
+
+    def prefill_done(self, request_id: Hashable, *, cached_tokens: int | None = None) -> bool:
+        """As `GlobalScheduler.prefill_done`, which is a pair's first token; others may go then."""
+        known = self.scheduler.prefill_done(request_id, cached_tokens=cached_tokens)
+        self.started(request_id, cached_tokens)
+        self.pump()
+        return known
 
     def first_token(self, request_id: Hashable, *, cached_tokens: int | None = None) -> bool:
         """As `GlobalScheduler.first_token`; others may go then."""
@@ -246,9 +266,9 @@ class AdmissionQueue:
     # --- asked by the flow control ------------------------------------------------------------------------------------
 
     def workers(self) -> Collection[str]:
-        """See `FlowOwner`."""
-        known: Collection[str] = self.scheduler.workers.keys()
-        return known
+        """See `FlowOwner`: those that compute prompts of what is placed here."""
+        able = (BOTH, PREFILL) if self._pairs else (BOTH,)
+        return [name for name, spec in self.scheduler.workers.items() if spec.role in able]
 
     def workers_yield(self) -> bool:
         """See `FlowOwner`."""
@@ -258,22 +278,24 @@ class AdmissionQueue:
         """See `FlowOwner`."""
         offered: _Offered = held.owner
         name, exclude = offered.request_id, (*offered.exclude, *closed) if anywhere else offered.exclude
+        schedule: Callable[..., Any] = self.scheduler.schedule_pair if self._pairs else self.scheduler.schedule
         try:
-            decision = self.scheduler.schedule(offered.token_ids, request_id=name, exclude=exclude, **offered.asked)
+            decision = schedule(offered.token_ids, request_id=name, exclude=exclude, **offered.asked)
         except PrebleError as error:
             self._end(held, error)
             return None
-        if decision.worker in closed:
+        worker = (decision.prefill_worker if self._pairs else None) or decision.worker
+        if worker in closed:
             self.scheduler.cancel(name)
-            return Turn(decision.worker, 0.0, False)
+            return Turn(worker, 0.0, False)
         seconds = self.scheduler.booked_seconds(name)
-        self._waits.placed(name, decision.worker, held.tenant, seconds, self.scheduler.now())
-        self._charges.placed(name, offered.claim, decision.worker, decision.prompt_tokens, seconds)
+        self._waits.placed(name, worker, held.tenant, seconds, self.scheduler.now())
+        self._charges.placed(name, offered.claim, worker, decision.prompt_tokens, seconds)
         if held.yields:
             self._yielding.add(name)
         del self._held[name]
         self._news.append((self._on_turn, name, decision))
-        return Turn(decision.worker, seconds, True)
+        return Turn(worker, seconds, True)
 
     def refuse(self, held: HeldRequest, error: CapacityExceeded) -> None:
         """See `FlowOwner`."""

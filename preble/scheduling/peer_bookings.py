@@ -18,17 +18,21 @@ from itertools import groupby
 from .._core.dict_keys import key_value
 from .._placement.bookings import DecisionCore
 from ..errors import InvalidInput
-from ..lazy_typing import Any, dataclass
-from ..types import PrefixStored, RequestEnded, RequestPlaced, RequestPrefilled
+from ..lazy_typing import TYPE_CHECKING, Any, dataclass
+from ..types import PREFILL, PrefixStored, RequestEnded, RequestPlaced, RequestPrefilled
 from .leases import Cancel
+
+if TYPE_CHECKING:
+    from .pairs.halves import PairHalves
 
 PEER_EVENTS = (PrefixStored, RequestPlaced, RequestPrefilled, RequestEnded)
 COUNTED = ("peer_requests", "peer_events_ignored")
 _TYPES = frozenset(PEER_EVENTS)
 _MARK = "mirrored"
+PeerId = tuple[str, str, str, str]
 
 
-def peer_id(worker_id: str, router: str, request_id: str) -> tuple[str, str, str, str]:
+def peer_id(worker_id: str, router: str, request_id: str) -> PeerId:
     """What another router's request is booked under."""
     return (_MARK, worker_id, router, request_id)
 
@@ -56,9 +60,10 @@ class PeerBookings:
     core: DecisionCore
     book_on: Callable[[int, Any, Hashable, Hashable, int | None, float], bool]
     first_token: Callable[..., bool]
-    end: Callable[[Hashable, int], bool]
+    end: Callable[[Hashable, int | None], bool]
     cancel: Cancel
     count: Callable[[str, int], None]
+    pairs: PairHalves | None = None  # of the scheduler, where it has any
 
     def take(self, worker_id: str, index: int, event: Any, now: float) -> bool:
         """Book an event; whether it was news. Raises InvalidInput; then nothing has changed."""
@@ -84,16 +89,20 @@ class PeerBookings:
     def _place(self, request_id: Hashable, index: int, event: RequestPlaced, now: float) -> bool:
         """Book a request where it is. One that is booked already, or finds no room, is not."""
         news = self.book_on(index, event.token_ids, request_id, event.namespace, event.max_new_tokens, now)
+        if news and self.pairs is not None:
+            self.pairs.placed_by_peer(self.core.live_key(request_id), str(self.core.names[index]), now)
         self.count("peer_requests", int(news))
         return news
 
-    def _go_on(self, request_id: Hashable, event: RequestPrefilled | RequestEnded, now: float) -> bool:
+    def _go_on(self, request_id: PeerId, event: RequestPrefilled | RequestEnded, now: float) -> bool:
         """A live request has its first token or is over. Records, which are of own requests, are passed by."""
         if isinstance(event, RequestPrefilled):
             return self.first_token(request_id, cached_tokens=event.cached_tokens)
         if event.output_tokens is None:
             return self.cancel(request_id, now)
-        return self.end(request_id, event.output_tokens)
+        # The one token of a prefill says nothing of how long answers are.
+        prefills = self.pairs is not None and self.pairs.roles.get(request_id[1]) == PREFILL
+        return self.end(request_id, None if prefills else event.output_tokens)
 
 
 def forget(cancel: Cancel, keys: Iterable[Hashable], now: float) -> list[Hashable]:

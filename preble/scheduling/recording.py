@@ -14,7 +14,7 @@ from .._placement.bookings import DecisionCore
 from .._placement.decision import Decision
 from .._placement.request_api import explanation, output_limit
 from ..policies.base import Policy, RequestView
-from ..types import Explanation, SessionHint
+from ..types import Explanation, PairDecision, SessionHint
 from .observer import RequestObserver
 from .records import DecisionRecord, DecisionRecording, Records, record_of
 from .shadow import Shadow, ShadowAnswer
@@ -82,6 +82,32 @@ class Recorder(RequestObserver):
                 self._records.failed()
             else:
                 self._records.add(key, record)
+
+    # --- pairs --------------------------------------------------------------------------------------------------------
+
+    def takes(self, sequence: int, now: float) -> bool:
+        """Whether the decision of this number, for a pair, is to be recorded. A shadow, which places on one worker, is
+        not asked about it."""
+        return self._records is not None and (self._records.is_early(now) or self._records.samples(sequence))
+
+    def on_pair(
+        self,
+        key: Hashable,
+        decision: PairDecision,
+        why: Explanation,
+        core: DecisionCore,
+        booked_seconds: float,
+        sequence: int,
+        now: float,
+    ) -> None:
+        """A request was placed on a pair, its prefill booked for so many seconds."""
+        if self._records is None:
+            return
+        backlog = _backlog(core)
+        backlog[why.worker] = max(backlog[why.worker] - booked_seconds, 0.0)
+        record = record_of(decision, why, backlog, sequence, now, None)
+        if record is not None:
+            self._records.add(key, record)
 
     def on_session(self, key: Hashable, session: SessionHint) -> None:
         """What a live request belongs to."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from .._placement.decision import Decision, unit_draw
 from ..errors import InvalidConfig, InvalidInput
-from ..types import Explanation, SessionHint, check_int
+from ..types import Explanation, PairCost, PairDecision, SessionHint, check_int
 from .record_sink import Sink
 
 FORMAT = 2  # 1 had the terms of an older rule, which do not add up to its total; they are refused
@@ -108,7 +108,8 @@ class DecisionRecord:
 
     `sequence` counts the scheduler's decisions, `decided_at` is its clock. `margin` is the runner-up's score less the
     chosen worker's; with no other candidate it is 0 and `runner_up` None. `session` is what the client said its request
-    belongs to; no decision depends on it.
+    belongs to; no decision depends on it. `pair`: the two workers that serve it, where it is not one; then `worker` is
+    the one that prefills, as far as the first token, and `workers` are those that may (`explain_pair`).
     """
 
     request_id: Hashable
@@ -124,6 +125,7 @@ class DecisionRecord:
     shadow: ShadowChoice | None = None
     outcome: Outcome | None = None
     session: SessionHint | None = None
+    pair: PairCost | None = None
 
     @property
     def chosen(self) -> WorkerTerms:
@@ -320,7 +322,7 @@ class Records:
 
 
 def record_of(
-    decision: Decision,
+    decision: Decision | PairDecision,
     why: Explanation,
     backlog: Mapping[str, float],
     sequence: int,
@@ -336,10 +338,11 @@ def record_of(
         )
         for cost in why.workers
     )
-    own = next((terms.score for terms in workers if terms.worker == decision.worker), None)
+    worker = decision.worker if why.pair is None else why.worker
+    own = next((terms.score for terms in workers if terms.worker == worker), None)
     if own is None:
         return None
-    others = [(terms.score, terms.worker) for terms in workers if terms.candidate and terms.worker != decision.worker]
+    others = [(terms.score, terms.worker) for terms in workers if terms.candidate and terms.worker != worker]
     score, runner_up = min(others, default=(own, None))
     return DecisionRecord(
         request_id=decision.request_id,
@@ -348,11 +351,12 @@ def record_of(
         policy=why.policy,
         reason=decision.reason,
         prompt_tokens=decision.prompt_tokens,
-        worker=decision.worker,
+        worker=worker,
         runner_up=runner_up,
         margin=score - own if score != own else 0.0,
         workers=workers,
         shadow=shadow,
+        pair=why.pair,
     )
 
 
@@ -397,10 +401,11 @@ def _refuse(constant: str) -> None:
 
 def _read(kind: type[Any], data: Any, name: str) -> Any:
     """An object of a dataclass; every field must be there, of its kind, and no other. Lines that are older than
-    `session` or `shared` lack them."""
+    `session`, `shared` or `pair` lack them."""
     known = {field.name: str(field.type) for field in fields(kind)}
     if kind is DecisionRecord and isinstance(data, dict):
         data.setdefault("session", None)
+        data.setdefault("pair", None)
     if kind is SessionHint and isinstance(data, dict):
         data.setdefault("shared", False)
     if kind is WorkerTerms and isinstance(data, dict):
@@ -429,7 +434,9 @@ def _read_value(kind: str, value: Any, name: str) -> Any:
         raise InvalidInput(f"{name} is too large for a float") from None
 
 
-_NESTED: dict[str, type[Any]] = {"ShadowChoice": ShadowChoice, "Outcome": Outcome, "SessionHint": SessionHint}
+_NESTED: dict[str, type[Any]] = {
+    **{"ShadowChoice": ShadowChoice, "Outcome": Outcome, "SessionHint": SessionHint, "PairCost": PairCost}
+}
 _KINDS: dict[str, tuple[type, ...]] = {
     "Hashable": (str, int, bool),
     "str": (str,),

@@ -46,6 +46,10 @@ Closed loop. Requests with `after` arrive when a policy lets them, so that no qu
 They count with their floor alone (one token for the prompt: what they own may be computed before they come), and the
 fast machine is left to the others.
 
+Pairs. Where one worker prefills a request and another decodes it, its owned prompt tokens are still computed by one
+worker, before its first token, and it is worked on by one worker at a time: all of this holds. Where only some workers
+prefill, their number bounds times to first token, for they alone do that work: `ttft` of `lower_bounds` with as many.
+
 Warm-up. Where the first requests by release only warm the caches, they own tokens, and their jobs are left out, which
 takes work from the machine and none from the counted: the bounds are those of the counted requests' figures. A token
 that a counted request owns is held by nobody who is not counted, so it is missed by one who is.

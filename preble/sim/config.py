@@ -161,8 +161,7 @@ class SimConfig:
     engine_cost_models: by worker, what its engine really costs, where that is not what the scheduler is given.
     faults: what happens to workers, in any order of time; of one moment, in the order given. They are checked against
     each other here: a name must be there when something happens to it, and somebody must be left.
-    kv_link: how workers hand KV to each other; None: they do not. Workers with a role (`WorkerSpec.role`) need one, and
-    have one router and no flow.
+    kv_link: how workers hand KV to each other; None: they do not. Workers with a role (`WorkerSpec.role`) need one.
     host_tokens, host_token_seconds: the host memory behind each engine's GPU memory, 0 for none, and what it takes to
     load a token from there.
     host_reports: what schedulers learn of that: "media", each move; "none", only its size; "gone", that what leaves the
@@ -234,8 +233,8 @@ class SimConfig:
         if len(set(names)) < len(names):
             raise DuplicateWorker(f"SimConfig.workers: a name occurs twice in {names}")
         check_faults(names, self.faults)
-        if self.has_roles and (self.kv_link is None or self.routers > 1 or self.flow is not None):
-            raise InvalidConfig("SimConfig.workers: a worker with a role needs a kv_link, one router and no flow")
+        if self.has_roles and self.kv_link is None:
+            raise InvalidConfig("SimConfig.workers: a worker with a role needs a kv_link")
         for spec in self._all_specs(specs):
             self.model_of(spec)
             self.engine_model_of(spec)

@@ -11,7 +11,7 @@ placed anew once that is noticed, with what has been emitted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..local import StepOutput
@@ -39,19 +39,19 @@ class _Pair:
 
 
 class SimPairs:
-    """See the module. `workers`: those that are there, by name. `submit(flight, worker)` sends a request with what it
-    has emitted."""
+    """See the module. `schedulers`: of the routers, in their order; `workers`: those that are there, by name.
+    `submit(flight, worker)` sends a request with what it has emitted."""
 
     def __init__(
         self,
         link: KvLink,
-        scheduler: GlobalScheduler,
+        schedulers: Sequence[GlobalScheduler],
         timeline: Timeline,
         workers: Mapping[str, SimWorker],
         submit: Callable[[Flight, SimWorker], None],
     ) -> None:
         self._link = link
-        self._scheduler = scheduler
+        self._schedulers = schedulers
         self._timeline = timeline
         self._workers = workers
         self._submit = submit
@@ -80,11 +80,14 @@ class SimPairs:
         """The requests that are yet to be decoded on a worker."""
         return [pair.flight for pair in self._pairs.values() if pair.decodes is worker]
 
-    def drop(self, flight: Flight) -> None:
-        """A request is placed anew, or over: what is prefilled of it is of no use."""
+    def drop(self, flight: Flight) -> SimWorker | None:
+        """A request is placed anew, or over: what is prefilled of it is of no use. Returns the worker that prefills it
+        no more."""
         pair = self._pairs.pop(flight.request.request_id, None)
-        if pair is not None and pair.begun_at is None and pair.prefills not in self._dead:
-            pair.prefills.abort(flight.request.request_id)
+        if pair is None or pair.begun_at is not None or pair.prefills in self._dead:
+            return None
+        pair.prefills.abort(flight.request.request_id)
+        return pair.prefills
 
     def prefilled(self, flight: Flight, output: StepOutput) -> None:
         """A request's first token came: its KV goes to the worker that decodes, if there is more to come."""
@@ -122,7 +125,7 @@ class SimPairs:
         seconds = self._timeline.now - pair.begun_at
         transfer = Transfer(wanted, moved, moved * self._link.token_bytes, seconds, copied, copied)
         request_id, source = pair.flight.request.request_id, str(pair.decision.prefill_worker)
-        self._scheduler.pull_ended(request_id, 0, source, transfer)
+        self._schedulers[pair.flight.router].pull_ended(request_id, 0, source, transfer)
         self.handed_over += 1
         self._timeline.at(self._timeline.now, self._go_on, pair)
 

@@ -76,6 +76,10 @@ class SimRouters:
             else:
                 self._report_to_others(worker, router, RequestPrefilled(str(router), request_id, cached_tokens))
 
+    def report_aborted(self, worker: str, router: int, request_id: str) -> None:
+        """A worker goes on with a request no more, and its own router knows."""
+        self._report_to_others(worker, router, RequestEnded(str(router), request_id, None))
+
     def _report_to_others(self, worker: str, router: int, event: CacheEvent) -> None:
         """What became of a worker that is gone meanwhile is not reported."""
         for number, scheduler in enumerate(self.schedulers):

@@ -98,13 +98,18 @@ class Simulation:
         if self._config.has_roles:
             assert self._config.kv_link is not None, "SimConfig saw to that"
             link = self._config.kv_link
-            self._pairs = SimPairs(link, self.scheduler, self._timeline, self._workers, self._go_on)
+            self._pairs = SimPairs(link, self.routers.schedulers, self._timeline, self._workers, self._go_on)
         for spec in self._config.specs():
             self._add_worker(spec)
         if self._config.flow is not None:
             self._queues = [
                 AdmissionQueue(
-                    scheduler, self._take_turn, self._turn_away, config=self._config.flow, workers_yield=True
+                    scheduler,
+                    self._take_turn,
+                    self._turn_away,
+                    config=self._config.flow,
+                    workers_yield=True,
+                    pairs=self._pairs is not None,
                 )
                 for scheduler in self.routers.schedulers
             ]
@@ -145,9 +150,12 @@ class Simulation:
         except CapacityExceeded:
             self._refuse(flight)
 
-    def _take_turn(self, request_id: Hashable, decision: Decision) -> None:
+    def _take_turn(self, request_id: Hashable, decision: Decision | PairDecision) -> None:
         flight = self._flights[str(request_id)]
-        self._send(flight, decision, flight.tokens_so_far())
+        if isinstance(decision, PairDecision):
+            self._send_pair(flight, decision, flight.tokens_so_far())
+        else:
+            self._send(flight, decision, flight.tokens_so_far())
 
     def _turn_away(self, request_id: Hashable, _: PrebleError) -> None:
         self._refuse(self._flights[str(request_id)])
@@ -164,27 +172,29 @@ class Simulation:
 
     def _place(self, flight: Flight) -> None:
         """Let the scheduler choose a worker and send the request there, with what is emitted of its answer."""
-        scheduler, token_ids = self.routers.schedulers[flight.router], flight.tokens_so_far()
+        scheduler, token_ids, asked = (
+            self.routers.schedulers[flight.router],
+            flight.tokens_so_far(),
+            self._asked(flight),
+        )
         try:
-            if self._pairs is not None:
-                self._place_pair(self._pairs, flight, token_ids)
+            if self._pairs is not None and asked["group"] is None:
+                del asked["group"]
+                self._send_pair(flight, scheduler.schedule_pair(token_ids, **asked), token_ids)
                 return
-            decision = scheduler.schedule(token_ids, **self._asked(flight))
+            decision = scheduler.schedule(token_ids, **asked)
         except CapacityExceeded:
             self._refuse(flight)
             return
         self._send(flight, decision, token_ids)
 
-    def _place_pair(self, pairs: SimPairs, flight: Flight, token_ids: Int32Array) -> None:
-        """As `_place`, where workers have roles."""
-        asked = self._asked(flight)
-        del asked["group"]
+    def _send_pair(self, flight: Flight, decision: PairDecision, token_ids: Int32Array) -> None:
+        """As `_send`; to a pair, for one token, to the worker that prefills."""
         flight.handed_over = False
-        decision = self.scheduler.schedule_pair(token_ids, **asked)
-        if decision.prefill_worker is None:
+        if decision.prefill_worker is None or self._pairs is None:
             self._send(flight, decision, token_ids)
             return
-        worker = pairs.begin(flight, decision)
+        worker = self._pairs.begin(flight, decision)
         self._note_sent(flight, worker, decision.matched_tokens)
         one = flight.planned_ids[flight.emitted :][:1]
         self._later(self._config.network_seconds, self._submit, (flight, worker, token_ids, one))
@@ -194,6 +204,12 @@ class Simulation:
         self._note_sent(flight, worker, 0)
         sent = (flight, worker, flight.tokens_so_far(), flight.planned_ids[flight.emitted :])
         self._later(self._config.network_seconds, self._submit, sent)
+
+    def _drop_pair(self, flight: Flight) -> None:
+        """A request is placed anew, or over; of a pair the one that prefills it stops."""
+        worker = None if self._pairs is None else self._pairs.drop(flight)
+        if worker is not None:
+            self.routers.report_aborted(worker.name, flight.router, flight.request.request_id)
 
     def _note_sent(self, flight: Flight, worker: SimWorker, matched_tokens: int) -> None:
         row = flight.row
@@ -228,8 +244,7 @@ class Simulation:
             self.routers.schedulers[flight.router].cancel(flight.request.request_id)
             if self._queues:
                 self._queues[flight.router].ended(flight.request.request_id)
-            if self._pairs is not None:
-                self._pairs.drop(flight)
+            self._drop_pair(flight)
             self._refuse(flight)
         elif len(self.routers.schedulers) > 1:
             placed = (worker.name, flight.router, flight.request.request_id, token_ids, len(left))
@@ -252,6 +267,7 @@ class Simulation:
         if worker is not None:
             flight.worker = None
             worker.abort(request_id)
+            self._drop_pair(flight)
             self.routers.schedulers[flight.router].cancel(request_id)
         self._queues[flight.router].ended(request_id)
         self._refuse(flight)
@@ -310,20 +326,27 @@ class Simulation:
         if flight.emitted == 1:
             self._first[flight.row] = self._timeline.now
             self._cached[flight.row] = output.cached_tokens
+        prefilled_on = "" if flight.worker is None else flight.worker.name
         pairs.prefilled(flight, output)
         is_over = flight.emitted >= len(flight.planned_ids)
-        news = (flight, flight.worker, output.cached_tokens, flight.emitted if is_over else None)
+        news = (flight, flight.worker, prefilled_on, output.cached_tokens, flight.emitted if is_over else None)
         self._later(self._config.event_delay_seconds, self._report_prefill, news)
         if is_over:
             self._finish_flight(flight)
 
-    def _report_prefill(self, news: tuple[Flight, SimWorker | None, int, int | None]) -> None:
+    def _report_prefill(self, news: tuple[Flight, SimWorker | None, str, int, int | None]) -> None:
         """The scheduler learns of it, unless the request was placed anew meanwhile."""
-        flight, worker, cached_tokens, output_tokens = news
-        if flight.worker is worker:
-            self.scheduler.prefill_done(flight.request.request_id, cached_tokens=cached_tokens)
-            if output_tokens is not None:
-                self.scheduler.finish(flight.request.request_id, output_tokens=output_tokens)
+        flight, worker, prefilled_on, cached_tokens, output_tokens = news
+        request_id, scheduler = flight.request.request_id, self.routers.schedulers[flight.router]
+        seen = (flight.router, request_id, cached_tokens, None), (flight.router, request_id, None, 1)
+        self.routers.report_others((prefilled_on, seen))
+        if flight.worker is not worker:
+            return
+        scheduler.prefill_done(request_id, cached_tokens=cached_tokens)
+        if output_tokens is not None:
+            scheduler.finish(request_id, output_tokens=output_tokens)
+        if self._queues:
+            self._report_to_queues([(flight.router, request_id, cached_tokens, output_tokens)])
 
     def _later(self, seconds: float, action: Callable[[Any], None], subject: object) -> None:
         """Do it once the report has arrived; at once where that takes no time."""
@@ -414,8 +437,7 @@ class Simulation:
         self._count_emitted(worker)
         waiting = [] if self._pairs is None else self._pairs.on(worker)
         for flight in [one for one in self._flights.values() if one.worker is worker or one in waiting]:
-            if self._pairs is not None:
-                self._pairs.drop(flight)
+            self._drop_pair(flight)
             self.routers.schedulers[flight.router].cancel(flight.request.request_id)
             if self._queues:
                 self._queues[flight.router].ended(flight.request.request_id)

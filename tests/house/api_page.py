@@ -33,7 +33,7 @@ an error of `preble.errors` that derives from `InvalidInput` has changed nothing
 GROUPS: dict[str, tuple[str, ...]] = {
     "Decide": (
         *("GlobalScheduler", "Decision", "Lease", "Match", "Explanation", "WorkerCost", "types:PullCost"),
-        *("types:PairDecision", "scheduling.pulls.link_times:Transfer", "TokenIds"),
+        *("types:PairDecision", "types:PairCost", "scheduling.pulls.link_times:Transfer", "TokenIds"),
     ),
     "Describe the fleet": ("WorkerSpec", "SchedulerConfig", "CostModel", "SessionHint"),
     "Requests through a router": ("Router", "RouterConfig", "SamplingParams", "StreamChunk"),

@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from preble import CostModel, SamplingParams
 from preble.errors import InvalidConfig, NoWorkers
-from preble.router import Router
+from preble.router import Router, pairs
+from preble.router.placement import Placement
+from preble.router.shared_bookings import SharedBookings
 from preble.transport import wire
 from preble.transport.messages import PullFrom
 from preble.transport.server import ServerConfig
+from preble.types import PairDecision
 from preble.worker.process import WorkerConfig
 from tests.router.test_router import PROMPT, SHORT, good, mute, rejecting, stops_halfway
 from tests.support.transport import (
@@ -145,6 +150,55 @@ async def test_a_client_that_goes_away_in_either_half_frees_both() -> None:
             await asyncio.gather(running, return_exceptions=True)
             while not worker.got(wire.Abort):
                 await asyncio.sleep(0.005)
+
+
+@asynchronous
+async def test_samples_of_a_set_stay_whole_where_somebody_does_both() -> None:
+    async with fleet(p=("prefill", good), b=("both", good)) as story:
+        for busy in range(3):  # so that a pair is cheaper than b
+            story.router.scheduler.schedule([busy, *PROMPT])
+        await collect(story.router.generate(PROMPT, SHORT, group="set"))
+        assert [name for name, _ in story.sent] == ["b"]
+        for live in list(story.router.scheduler.core.leases):
+            story.router.scheduler.cancel(live)
+    async with fleet(p=("prefill", good), d=("decode", good)) as story:
+        await collect(story.router.generate(PROMPT, SHORT, group="set"))
+        assert [name for name, _ in story.sent] == ["p", "d"]
+
+
+@asynchronous
+async def test_who_decodes_only_has_no_place_in_what_a_request_would_wait() -> None:
+    async with fleet(p=("prefill", good), d=("decode", good), b=("both", good)) as story:
+        assert sorted(story.router.usable_workers()) == ["b", "p"]
+        await collect(story.router.generate(PROMPT, SHORT, tenant="t"))
+        assert story.router.stats()["finished"] == 1
+
+
+def test_other_routers_are_reported_both_halves_at_servers_that_do_not_report_themselves() -> None:
+    found: list[tuple[str, str, int | None]] = []
+    own = SharedBookings("A", lambda _: True, lambda _: None, Counter())
+    live = Placement(None, "r", np.array(PROMPT, np.int32), None, max_new_tokens=9)  # type: ignore[arg-type]
+    pair = PairDecision("r", "d", len(PROMPT), 0, "pair", "p", ("prefill half", 1))
+    for end in ("finishes", "fails"):
+        attempt = pairs.first_attempt(end, live, pair)
+        pairs.share_placed(own, live, attempt)
+        news = own.take_news()
+        assert {name: getattr(one, "max_new_tokens", None) for name, (one,) in news.items()} == {"d": 9, "p": 1}
+        if end == "finishes":
+            pairs.share_first_token(own, attempt)
+            pairs.share_ended(own, attempt, 5)
+        else:
+            pairs.share_ended(own, attempt, None)
+        for name, reports in own.take_news().items():
+            found += [(name, type(one).__name__, getattr(one, "output_tokens", None)) for one in reports]
+        assert len(own) == 0
+    assert sorted(found, key=str) == [
+        ("d", "RequestEnded", 5),
+        ("d", "RequestEnded", None),
+        ("d", "RequestPrefilled", None),
+        ("p", "RequestEnded", 1),
+        ("p", "RequestEnded", None),
+    ]
 
 
 @asynchronous

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from preble import CostModel, WorkerSpec
-from preble.errors import InvalidConfig
+from preble.errors import InvalidConfig, NoWorkers
+from preble.scheduling.flow_control import FlowConfig
 from preble.sim import KvLink, SimConfig, Simulation, WorkerDeath, WorkerJoin, simulate
+from preble.sim.bounds import lower_bounds
 from preble.workloads import PromptRequest, Workload, generate, poisson
 
 # 1 ms a token, 10 ms an iteration at least.
@@ -113,7 +115,61 @@ def test_reports_that_are_late_end_what_they_are_about() -> None:
     assert one.scheduler.stats()["live_requests"] == 0
 
 
-@pytest.mark.parametrize("wrong", [{"kv_link": None}, {"routers": 2}])
-def test_roles_need_a_link_and_one_router(wrong: dict[str, Any]) -> None:
+def test_several_routers_learn_of_both_halves() -> None:
+    made = poisson(generate("toolbench", requests=90, groups=8, seed=4), rps=30.0, seed=4)
+    specs = (*(replace(P, id=f"p{n}") for n in range(2)), WorkerSpec("b"), replace(D, id="d0"), replace(D, id="d1"))
+    death = WorkerDeath(1.0, "d1", noticed_after_seconds=0.3)
+    config = SimConfig(
+        workers=specs, kv_link=KvLink(), routers=3, event_delay_seconds=0.02, network_seconds=0.01, faults=(death,)
+    )
+    one = Simulation(made, config, None)
+    found = one.run()
+    assert (found.outcome == 1).all()
+    separated = [each.stats()["policy_state"]["pairs"]["separated"] for each in one.routers.schedulers]
+    assert all(separated), "each router makes pairs"
+    for each in one.routers.schedulers:
+        each.check()
+        stats = each.stats()
+        assert stats["live_requests"] == stats["peer_bookings"] == 0 and stats["peer_requests"] > 40
+
+
+def test_tenants_and_deadlines_wait_for_who_prefills() -> None:
+    tenants = [replace(request(f"r{n}", 0.05 * n), tenant="ab"[n % 2], deadline_seconds=4.0) for n in range(30)]
+    one = Simulation(
+        Workload("test", tenants), SimConfig(workers=(P, D), cost_model=COST, kv_link=LINK, flow=FlowConfig()), None
+    )
+    found = one.run()
+    served = found.outcome == 1
+    assert 2 <= served.sum() <= 6, "a second of prefill each, four seconds for it"
+    assert (found.ttft_seconds[served] <= 4.0).all() and set(found.outcome) == {1, 2}
+    one.scheduler.check()
+    assert one.scheduler.stats()["live_requests"] == 0
+
+
+def test_samples_of_a_set_go_to_who_does_both() -> None:
+    made = [replace(request(f"r{n}", 0.0, tokens=100), group="g", sampled=True) for n in range(4)]
+    found = run(*made, workers=(P, WorkerSpec("b"), D))
+    assert {found.workers[i] for i in found.worker} == {"b"}
+    with pytest.raises(NoWorkers):
+        run(*made)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bounds_hold_for_pairs(seed: int) -> None:
+    made = poisson(generate("loogle", requests=40, groups=8, seed=seed), rps=2.0, seed=seed)
+    specs = (P, WorkerSpec("b"), D)
+    found = simulate(made, SimConfig(workers=specs, kv_link=KvLink(bytes_per_second=1e11, copy_byte_seconds=0.0)))
+    assert found.scheduler_stats["policy_state"]["pairs"]["separated"] > 5
+    budget = SimConfig().local.token_budget
+    all_of_them, who_prefill = (
+        lower_bounds(made.requests, CostModel.preset("mistral-7b/a6000"), workers, budget) for workers in (3, 2)
+    )
+    assert found.ttft_seconds.mean() >= who_prefill.mean_ttft_seconds >= all_of_them.mean_ttft_seconds
+    assert np.percentile(found.ttft_seconds, 99) >= who_prefill.p99_ttft_seconds
+    assert found.latency_seconds.mean() >= all_of_them.mean_latency_seconds
+    assert np.percentile(found.latency_seconds, 99) >= all_of_them.p99_latency_seconds
+
+
+def test_roles_need_a_link() -> None:
     with pytest.raises(InvalidConfig, match="a worker with a role needs a kv_link"):
-        SimConfig(**{"workers": (P, D), "kv_link": LINK, **wrong})
+        SimConfig(workers=(P, D))

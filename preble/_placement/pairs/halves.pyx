@@ -116,6 +116,13 @@ cdef int begin_decode(DecisionCore core, Lease* lease, double now) except -1:
     return 0
 
 
+def decode_to_begin(DecisionCore core not None, object key, double now) -> None:
+    """A live request that was booked like any other is decoded by its worker, and no more. `key`: its key."""
+    cdef Lease* lease = core.live_lease(core.lease_key(key))
+    if lease != NULL and core.loads.is_current(lease) and not lease.prefilled:
+        begin_decode(core, lease, now)
+
+
 def decode_began(DecisionCore core not None, object key, double now) -> None:
     """The worker of a decode half has its KV, and its first token came from there: what it caches of the prompt is
     known now, and its decoding is measured from here. `key`: a live request's."""

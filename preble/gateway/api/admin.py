@@ -14,6 +14,7 @@ A worker's id may hold slashes and colons; its address does as well as its id.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -24,6 +25,7 @@ from starlette.responses import Response
 from ...errors import InvalidInput, UnknownWorker
 from ...router.fleet import FleetWorker
 from ...transport.worker_address import check_worker_address
+from ...types import Explanation
 from ..core.gateway import Gateway, TokenIds
 from ..core.http_errors import ApiError, unavailable, wrong
 from ..core.sibling_processes import from_other_process, statuses
@@ -117,9 +119,11 @@ class Admin:
         if not self._gateway.router.scheduler.workers:
             raise unavailable("no worker is connected", "no_workers")
         namespace = None if body.cache_salt is None else ("salt", body.cache_salt)
-        explanation = self._gateway.router.scheduler.explain(
-            token_ids, namespace=namespace, max_new_tokens=body.max_tokens
-        )
+        scheduler, fleet = self._gateway.router.scheduler, self._gateway.router.fleet
+        explain: Callable[..., Explanation] = scheduler.explain
+        if fleet.roles or fleet.server_roles:
+            explain = scheduler.explain_pair
+        explanation = explain(token_ids, namespace=namespace, max_new_tokens=body.max_tokens)
         return json_response(asdict(explanation))
 
     async def _tokens(self, body: ExplainRequest, size: int) -> TokenIds:

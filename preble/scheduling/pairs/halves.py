@@ -19,9 +19,9 @@ from ..._core.dict_keys import key_value
 from ..._cost import CostModel
 from ..._placement.bookings import DecisionCore
 from ..._placement.decision import Decision
-from ..._placement.pairs.halves import decode_began, give_back_half
+from ..._placement.pairs.halves import decode_began, decode_to_begin, give_back_half
 from ...lazy_typing import TYPE_CHECKING, Any
-from ...types import WorkerSpec
+from ...types import DECODE, WorkerSpec
 from ..observer import RequestObserver
 from ..pulls.link_times import LinkTimes
 
@@ -84,6 +84,12 @@ class PairHalves(RequestObserver):
         self._owners[half] = key
         self._begins.add(key)
         self.separated += 1
+
+    def placed_by_peer(self, key: Hashable, worker: str, now: float) -> None:
+        """Another router's request is booked: on a worker that decodes only none of it waits to be prefilled."""
+        if self.roles.get(worker) == DECODE:
+            decode_to_begin(self.core, key, now)
+            self._begins.add(key)
 
     def half_of(self, key: Hashable) -> Hashable | None:
         """The id of a live request's prefill half, if that is live."""

@@ -4,6 +4,9 @@ is booked of it; prices are `price.py`'s, bookings that belong together `halves.
 E2 compares the cheapest worker that does both with the cheapest pair, under the writers' lock, and books what wins; the
 one worker is then E2's own choice. Another policy knows no price of a pair. There every request has one: the policy
 chooses among those that prefill only, and then among those that decode.
+
+A deadline is kept where a prompt is prefilled: nobody prefills it who would do so too late (`tenants`), and who decodes
+may have as much to do as it will. A tenant is charged for both halves.
 """
 
 from __future__ import annotations
@@ -13,21 +16,15 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from ..._core.dict_keys import find_key
 from ..._placement.decision import unit_draw
 from ..._placement.pairs.halves import book_half, give_back_half, half_terms
-from ..._placement.request_api import hashable, names_session, output_limit, request_id_of
-from ...lazy_typing import TYPE_CHECKING, Any, dataclass
+from ..._placement.request_api import hashable, names_session, output_limit, policy_name, request_id_of
+from ..._snapshot.accounts import cost_at
+from ...lazy_typing import TYPE_CHECKING, Any, dataclass, replace
 from ...policies.base import RequestView
-from ...types import BOTH, DECODE, PREFILL, PairDecision, SessionHint
+from ...types import BATCH, BOTH, DECODE, PREFILL, Claim, Explanation, PairDecision, SessionHint
+from ..charges import service_of
+from .explaining import explained, pair_cost
 from .halves import PairHalves
-from .price import (
-    HalfTerms,
-    PairChoice,
-    cheapest_pair,
-    decode_price,
-    prefill_price,
-    pressure,
-    transfer_price,
-    whole_price,
-)
+from .price import HalfTerms, PairChoice, Ways, transfer_price, ways_of
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -36,6 +33,8 @@ if TYPE_CHECKING:
     from ..._placement.decision import Decision
     from ...policies.base import Policy
     from ..pulls.price import KvMoves
+    from ..recording import Recorder
+    from ..tenants import Tenants
 
     class PairBooking(Protocol):
         """What is asked of a scheduler, under its lock."""
@@ -48,11 +47,19 @@ if TYPE_CHECKING:
         def schedule(self) -> Callable[..., Decision]:
             """Choose one worker and book."""
 
+        @property
+        def explain(self) -> Callable[..., Explanation]:
+            """What that would choose."""
+
         def now(self) -> float:
             """Seconds."""
 
+        def _note_decision(self, reason: str) -> int:
+            """Count a decision; its number."""
+
 
 REASON = "pair"
+NOBODY: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,7 @@ class AskedPair:
     max_new_tokens: int | None
     exclude: Sequence[str]
     session: SessionHint | None
+    claim: Claim | None = None
 
     def __post_init__(self) -> None:
         hashable("namespace", self.namespace)
@@ -74,84 +82,143 @@ class AskedPair:
             names_session(self.session)
 
 
-def place_pair(
-    scheduler: PairBooking,
-    pairs: PairHalves | None,
-    moves: KvMoves | None,
-    policy: Policy | None,
-    draining: Collection[str],
-    asked: AskedPair,
-) -> PairDecision:
-    """Choose and book, under the writers' lock; with no `pairs` all workers do both. `draining`: ids of workers that
-    take nothing new. Raises as `schedule`; then nothing has changed."""
-    if pairs is None:
+@dataclass(frozen=True, slots=True)
+class PairWorld:
+    """What a decision is made with, beside the scheduler: who has which role, what KV can move, the policy (None: E2),
+    workers that take nothing new, who keeps records, and the accounts of tenants, made when they are needed."""
+
+    pairs: PairHalves
+    moves: KvMoves | None
+    policy: Policy | None
+    draining: Collection[str]
+    recorder: Recorder | None
+    accounts: Callable[[], Tenants]
+
+
+def place_pair(scheduler: PairBooking, world: PairWorld | None, asked: AskedPair) -> PairDecision:
+    """Choose and book, under the writers' lock; with no `world` all workers do both. Raises as `schedule`; then nothing
+    has changed."""
+    if world is None:
         return on_one(scheduler, asked)
-    found = PairPlacing(scheduler, pairs, moves, draining).place(asked, policy)
-    pairs.placed += 1
+    found = PairPlacing(scheduler, world).place(asked)
+    world.pairs.placed += 1
     return found
 
 
-def on_one(scheduler: PairBooking, asked: AskedPair, *prices: float) -> PairDecision:
-    """Place a request on one worker. Raises as `schedule`."""
+def explain_pair(scheduler: PairBooking, world: PairWorld | None, asked: AskedPair) -> Explanation:
+    """What `place_pair` would choose, and why, under the writers' lock. Raises as that, changes nothing."""
+    if world is None:
+        return explain_one(scheduler, asked)
+    return PairPlacing(scheduler, world).explain(asked)
+
+
+def on_one(scheduler: PairBooking, asked: AskedPair, *prices: float, late: Sequence[str] = ()) -> PairDecision:
+    """Place a request on one worker, and on none of `late`. Raises as `schedule`."""
+    claim, exclude = asked.claim, [*asked.exclude, *late]
+    asks: dict[str, Any] = {"exclude": exclude} if exclude else {}
+    if claim is not None:
+        asks |= {"tenant": claim.tenant, "deadline_seconds": claim.deadline_seconds, "priority": claim.priority}
     decision = scheduler.schedule(
         asked.token_ids,
         request_id=asked.request_id,
         namespace=asked.namespace,
         max_new_tokens=asked.max_new_tokens,
         session=asked.session,
-        **({"exclude": asked.exclude} if asked.exclude else {}),
+        **asks,
     )
     found = (decision.request_id, decision.worker, decision.prompt_tokens, decision.matched_tokens, decision.reason)
     return PairDecision(*found, None, None, 0, 0.0, *prices)
 
 
+def explain_one(scheduler: PairBooking, asked: AskedPair) -> Explanation:
+    """What `schedule` would choose."""
+    return scheduler.explain(
+        asked.token_ids,
+        request_id=asked.request_id,
+        namespace=asked.namespace,
+        max_new_tokens=asked.max_new_tokens,
+        session=asked.session,
+    )
+
+
 class PairPlacing:
     """One decision; see the module and `place_pair`."""
 
-    def __init__(
-        self, scheduler: PairBooking, pairs: PairHalves, moves: KvMoves | None, draining: Collection[str]
-    ) -> None:
+    def __init__(self, scheduler: PairBooking, world: PairWorld) -> None:
         self._scheduler = scheduler
         self._core = scheduler.core
-        self._pairs = pairs
-        self._moves = moves
-        self._draining = draining
+        self._world = world
+        self._pairs = world.pairs
+        self._moves = world.moves
         self._now = scheduler.now()
+        self._waits: dict[int, float] = {}  # of those that may prefill, by row: until a first token, where it matters
 
-    def place(self, asked: AskedPair, policy: Policy | None) -> PairDecision:
+    def place(self, asked: AskedPair) -> PairDecision:
         """Choose and book. Raises as `schedule`; then nothing has changed."""
+        priced = self._priced(asked)
+        if priced is None:
+            return on_one(self._scheduler, asked)
+        late = NOBODY if asked.claim is None else self._late(asked.claim, priced[2])
+        ways = ways_of(*priced, late, self._transfer)
+        if self._world.policy is not None:
+            return self._by_policy(self._world.policy, asked, ways)
+        if ways.pair is None or ways.one_seconds <= ways.pair.seconds:
+            prices = ways.one_seconds, float("inf") if ways.pair is None else ways.pair.seconds
+            return on_one(self._scheduler, asked, *prices, late=[str(self._core.names[row]) for row in sorted(late)])
+        return self._book(asked, ways, ways.pair)
+
+    def explain(self, asked: AskedPair) -> Explanation:
+        """What `place` would choose; of deadlines it knows nothing. Changes nothing."""
+        priced = self._priced(asked)
+        if priced is None:
+            return explain_one(self._scheduler, asked)
+        policy, ways = self._world.policy, ways_of(*priced, NOBODY, self._transfer)
+        if policy is not None:
+            pair: PairChoice | None = self._chosen_by(policy, asked, ways)[0]
+        else:
+            pair = ways.pair
+        if pair is None or (policy is None and ways.one_seconds <= pair.seconds):
+            found = explain_one(self._scheduler, asked)
+            return found if pair is None else replace(found, pair=pair_cost(pair, ways.one_seconds, self._name))
+        return explained(ways, pair, policy_name(policy), REASON, self._name, self._transfer)
+
+    def _priced(self, asked: AskedPair) -> tuple[int, float, list[tuple[HalfTerms, str]]] | None:
+        """(prompt tokens, seconds observed, terms and role of each worker that is there); None where no pair is
+        possible for a policy that is not E2. Raises UnknownWorker, InvalidTokens."""
         left_out = set(asked.exclude)
         for name in left_out:
             self._core.index_of(name)  # UnknownWorker
-        left_out.update(self._draining)
+        left_out.update(self._world.draining)
         there = [i for i, name in enumerate(self._core.names) if name is not None and name not in left_out]
         roles = [self._pairs.roles.get(str(self._core.names[i]), BOTH) for i in there]
-        if policy is not None:
-            return self._by_policy(policy, asked, there, roles)
-        prompt, observed, terms = self._terms(asked, there)
-        priced = list(zip(terms, roles, strict=True))
-        kappa = {role: pressure([of.load for of, own in priced if own == role], observed) for role in set(roles)}
-        one = min((whole_price(of, kappa[role]) for of, role in priced if role == BOTH), default=float("inf"))
-        pair = cheapest_pair(
-            [(prefill_price(of, kappa[role], decodes=role == BOTH), of) for of, role in priced if role != DECODE],
-            [(decode_price(of), of) for of, role in priced if role != PREFILL],
-            prompt,
-            self._transfer,
-        )
-        if pair is None or one <= pair.seconds:
-            return on_one(self._scheduler, asked, one, float("inf") if pair is None else pair.seconds)
-        return self._book(asked, pair, one)
-
-    def _terms(self, asked: AskedPair, indices: list[int]) -> tuple[int, float, list[HalfTerms]]:
+        if self._world.policy is not None and (PREFILL not in roles or set(roles) == {PREFILL}):
+            return None
         limit = output_limit(asked.max_new_tokens)
         of_session = asked.session is not None and names_session(asked.session)
         prompt, observed, rows = half_terms(
-            self._core, asked.token_ids, asked.namespace, limit, indices, self._now, of_session
+            self._core, asked.token_ids, asked.namespace, limit, there, self._now, of_session
         )
-        return prompt, observed, [HalfTerms(*row) for row in rows]
+        return prompt, observed, [(HalfTerms(*row), role) for row, role in zip(rows, roles, strict=True)]
+
+    def _late(self, claim: Claim, priced: Sequence[tuple[HalfTerms, str]]) -> frozenset[int]:
+        """Who would prefill it too late. Raises `Overloaded` where that is everybody."""
+        if claim.deadline_seconds is None and claim.priority != BATCH:
+            return NOBODY
+        account, able = self._core.loads.account, [of for of, role in priced if role != DECODE]
+        if not able:
+            return NOBODY
+        booked = {self._name(of): account(of.row)["waiting_prefill_seconds"] for of in able}
+        own = {self._name(of): of.prefill + of.loading for of in able}
+        late = self._world.accounts().admit(claim, booked, own)
+        if claim.deadline_seconds is not None:
+            self._waits = {of.row: booked[self._name(of)] + own[self._name(of)] for of in able}
+        return frozenset(of.row for of in able if self._name(of) in late)
+
+    def _name(self, of: HalfTerms) -> str:
+        return str(self._core.names[of.row])
 
     def _transfer(self, one: HalfTerms, other: HalfTerms, moved_tokens: int) -> float:
-        source, target = str(self._core.names[one.row]), str(self._core.names[other.row])
+        source, target = self._name(one), self._name(other)
         if self._moves is not None and not self._moves.are_alike(source, target):
             return float("inf")
         links = self._pairs.links if self._moves is None else self._moves.links
@@ -159,29 +226,29 @@ class PairPlacing:
         moved_bytes = float(moved_tokens * (token_bytes or self._pairs.guessed_token_bytes))
         return transfer_price(moved_bytes, links.estimate(source, target, self._now), one, other)
 
-    def _by_policy(self, policy: Policy, asked: AskedPair, there: list[int], roles: list[str]) -> PairDecision:
-        """The pair that a policy chooses; where nobody has a role that it needs, one worker."""
-        prefills = [at for at, role in enumerate(roles) if role == PREFILL]
-        decodes = [at for at, role in enumerate(roles) if role != PREFILL]
-        if not prefills or not decodes:
-            return on_one(self._scheduler, asked)
-        prompt, _, terms = self._terms(asked, there)
+    def _by_policy(self, policy: Policy, asked: AskedPair, ways: Ways) -> PairDecision:
+        """The pair that a policy chooses; where those that prefill only are late, as if there were none."""
+        chosen, seen = self._chosen_by(policy, asked, ways)
+        return on_one(self._scheduler, asked) if chosen is None else self._book(asked, ways, chosen, seen)
+
+    def _chosen_by(self, policy: Policy, asked: AskedPair, ways: Ways) -> tuple[PairChoice | None, RequestView]:
+        """The pair that a policy chooses, None where nobody prefills only; and what it was given of the request."""
         known = self._pairs.known(asked.token_ids, asked.namespace, self._now)
         turn, limit = self._pairs.separated, asked.max_new_tokens
         views = [
             RequestView(asked.token_ids, asked.namespace, limit, turn, unit_draw(n, turn), asked.request_id, known)
             for n in (0, 1)
         ]
+        prefills = [of for of, role in ways.prefills if role == PREFILL]
+        if not prefills:
+            return None, views[1]
         one, other = (
-            terms[half[policy.decide(view, self._core.view([terms[at].row for at in half]))]]
-            for view, half in zip(views, (prefills, decodes), strict=True)
+            half[policy.decide(view, self._core.view([of.row for of in half]))]
+            for view, half in zip(views, (prefills, ways.decodes), strict=True)
         )
-        chosen = PairChoice(one, other, prompt - other.usable_tokens, 0.0, float("inf"))
-        return self._book(asked, chosen, float("inf"), views[1])
+        return PairChoice(one, other, ways.prompt_tokens - other.usable_tokens, 0.0, float("inf")), views[1]
 
-    def _book(
-        self, asked: AskedPair, pair: PairChoice, one_seconds: float, seen: RequestView | None = None
-    ) -> PairDecision:
+    def _book(self, asked: AskedPair, ways: Ways, pair: PairChoice, seen: RequestView | None = None) -> PairDecision:
         """Book both halves, or none. `seen`: what a policy was given of the request."""
         core, pairs, half = self._core, self._pairs, self._pairs.new_id()
         request_id = pairs.new_request_id() if asked.request_id is None else request_id_of(asked.request_id)
@@ -199,7 +266,7 @@ class PairPlacing:
             pairs.on_decision(name, decision, seen, now)
         if self._moves is not None:
             self._moves.asked += 1
-        return PairDecision(
+        found = PairDecision(
             request_id,
             second.worker,
             second.prompt_tokens,
@@ -210,5 +277,21 @@ class PairPlacing:
             pair.moved_tokens,
             pair.transfer_seconds,
             pair.seconds,
-            one_seconds,
+            ways.one_seconds,
         )
+        self._note(asked, ways, pair, key, found)
+        return found
+
+    def _note(self, asked: AskedPair, ways: Ways, pair: PairChoice, key: Hashable, found: PairDecision) -> None:
+        """Count a pair, record it, and charge who has asked for it."""
+        number, recorder = self._scheduler._note_decision(REASON), self._world.recorder
+        if asked.claim is not None:
+            output = int(self._core.lease(key)["expected_output_tokens"])
+            cost = cost_at(self._core, pair.decodes.row)
+            seconds = service_of(cost, found.prompt_tokens, found.matched_tokens, output)
+            charged = (key, asked.claim, found.worker, found.prompt_tokens, seconds)
+            self._world.accounts().placed(*charged, self._waits.get(pair.prefills.row), self._now)
+        if recorder is None or not recorder.takes(number, self._now):
+            return
+        why = explained(ways, pair, policy_name(self._world.policy), REASON, self._name, self._transfer)
+        recorder.on_pair(key, found, why, self._core, pair.prefills.prefill, number, self._now)

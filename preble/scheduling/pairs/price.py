@@ -21,9 +21,10 @@ what the decode saves. Nor one for load: where little is prefilled u is small.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
+from ...types import BOTH, DECODE, PREFILL
 from ..pulls.link_times import LinkEstimate
 
 PRESSURE_MAX = 2.0
@@ -59,6 +60,18 @@ class PairChoice(NamedTuple):
     moved_tokens: int
     transfer_seconds: float
     seconds: float
+
+
+class Ways(NamedTuple):
+    """All ways of a request: tokens of its prompt; who may prefill it, with their roles, and who may decode it; kappa
+    by role; seconds on the cheapest worker that does both, infinity where there is none; the cheapest pair."""
+
+    prompt_tokens: int
+    prefills: list[tuple[HalfTerms, str]]
+    decodes: list[HalfTerms]
+    kappa: dict[str, float]
+    one_seconds: float
+    pair: PairChoice | None
 
 
 def pressure(loads: Sequence[float], observed_seconds: float) -> float:
@@ -122,3 +135,25 @@ def cheapest_pair(
 
 def _by_price(priced: tuple[float, HalfTerms]) -> tuple[float, int]:
     return priced[0], priced[1].row
+
+
+def ways_of(
+    prompt_tokens: int,
+    observed_seconds: float,
+    priced: Sequence[tuple[HalfTerms, str]],
+    late: Collection[int],
+    transfer: Callable[[HalfTerms, HalfTerms, int], float],
+) -> Ways:
+    """All ways of a request on these workers, terms and role of each; of `late`, rows, none prefills it."""
+    roles = {role for _, role in priced}
+    kappa = {role: pressure([of.load for of, own in priced if own == role], observed_seconds) for role in roles}
+    prefills = [(of, role) for of, role in priced if role != DECODE and of.row not in late]
+    decodes = [of for of, role in priced if role != PREFILL]
+    pair = cheapest_pair(
+        [(prefill_price(of, kappa[role], decodes=role == BOTH), of) for of, role in prefills],
+        [(decode_price(of), of) for of in decodes],
+        prompt_tokens,
+        transfer,
+    )
+    one = min((whole_price(of, kappa[role]) for of, role in prefills if role == BOTH), default=float("inf"))
+    return Ways(prompt_tokens, prefills, decodes, kappa, one, pair)

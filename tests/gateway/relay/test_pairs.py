@@ -76,6 +76,19 @@ async def test_vllm_s_one_prefills_one_token_and_what_it_answers_goes_to_the_oth
 
 
 @asynchronous
+async def test_what_is_explained_is_the_pair_and_changes_nothing() -> None:
+    first, second = pair("vllm", prefills, whole)
+    async with serving(first, second) as front:
+        status, _, answer = await front.post("/v1/preble/explain", {"token_ids": list(range(100))})
+        found = json.loads(answer)
+        assert status == 200 and (found["reason"], found["worker"]) == ("pair", first.worker)
+        pair_found = found["pair"]
+        assert (pair_found["decode_worker"], pair_found["moved_tokens"]) == (second.worker, 100)
+        assert pair_found["one_seconds"] is None, "nobody does both"
+        assert front.gateway.router.scheduler.stats()["scheduled"] == 0
+
+
+@asynchronous
 async def test_a_prefill_whose_kv_nobody_can_have_is_computed_again() -> None:
     first, second = pair("vllm", whole, whole)
     async with serving(first, second) as front:

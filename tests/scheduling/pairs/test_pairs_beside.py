@@ -1,0 +1,205 @@
+"""Pairs beside what else a scheduler keeps of requests: counts, records, tenants and deadlines, other routers' work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from preble import GlobalScheduler
+from preble.cli.explain import text_of
+from preble.errors import InvalidInput, NoWorkers, Overloaded
+from preble.scheduling.admission import AdmissionQueue
+from preble.scheduling.flow_control import FlowConfig
+from preble.scheduling.records import DecisionRecording, from_json, to_json
+from preble.types import PairDecision, RequestEnded, RequestPlaced, RequestPrefilled
+from tests.scheduling.pairs.test_pairs import fleet, live, prompt, waiting_seconds
+
+TERMS = ("queue", "prefill", "others", "decode", "eviction", "balance", "credit", "loading")
+
+
+def sum_of(terms: Any) -> float:
+    return float(sum(getattr(terms, f"{name}_seconds") for name in TERMS))
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pair_is_one_request_in_the_counts() -> None:
+    scheduler, _ = fleet({"p": "prefill", "b": "both"})
+    scheduler.schedule_pair(prompt(0))
+    for n in range(1, 4):
+        scheduler.schedule(prompt(n))
+    assert scheduler.schedule_pair(prompt(4), request_id="r").prefill_worker == "p"
+    assert scheduler.prefill_done("r") and scheduler.first_token("r") and scheduler.finish("r")
+    stats = scheduler.stats()
+    assert stats["scheduled"] == 5 and stats["finished"] == 1 and stats["reasons"] == {"explore": 4, "pair": 1}
+    assert stats["policy_state"]["pairs"] == {"live": 0, "placed": 2, "separated": 1}
+    restored = GlobalScheduler.restore(scheduler.snapshot())
+    assert restored.stats()["scheduled"] == 5 and restored.stats()["reasons"]["pair"] == 1
+
+
+# --- why --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_explains_is_what_is_done_and_changes_nothing() -> None:
+    scheduler, _ = fleet({"p0": "prefill", "p1": "prefill", "b": "both", "d": "decode"})
+    seen = set()
+    for n in range(12):
+        tokens, before = prompt(n % 5, 200 + 100 * n), scheduler.snapshot()
+        why = scheduler.explain_pair(tokens, max_new_tokens=50)
+        assert scheduler.snapshot() == before
+        found = scheduler.schedule_pair(tokens, max_new_tokens=50)
+        assert (why.reason, why.matched_tokens) == (found.reason, found.matched_tokens)
+        assert why.worker == (found.prefill_worker or found.worker) and why.pair is not None
+        seen.add(found.prefill_worker is None)
+        if found.prefill_worker is None:
+            assert why.pair.one_seconds == pytest.approx(found.price_seconds)
+            assert why.pair.price_seconds == pytest.approx(found.other_seconds)
+            continue
+        assert (why.pair.decode_worker, why.pair.moved_tokens) == (found.worker, found.moved_tokens)
+        assert why.pair.one_seconds == found.other_seconds
+        assert {cost.worker for cost in why.workers} == {"p0", "p1", "b"}, "who may prefill"
+        assert all(sum_of(cost) == pytest.approx(cost.total_seconds) for cost in why.workers)
+        own = next(cost for cost in why.workers if cost.worker == why.worker)
+        assert own.total_seconds == pytest.approx(found.price_seconds) and why.margin >= -1e-9
+    assert seen == {True, False}
+    with pytest.raises(NoWorkers):
+        fleet({"p": "prefill", "d": "decode"})[0].explain(prompt(0))
+
+
+def test_where_all_do_both_it_is_explained_as_schedule_is() -> None:
+    scheduler, _ = fleet({"a": "both", "b": "both"})
+    assert scheduler.explain_pair(prompt(0)) == scheduler.explain(prompt(0))
+
+
+@pytest.mark.parametrize("policy", ["e2", "round_robin"])
+def test_a_pair_is_recorded_once_with_the_first_token_where_it_was_prefilled(policy: str) -> None:
+    scheduler, clock = fleet({"p": "prefill", "d": "decode"}, record=DecisionRecording(), policy=policy)
+    scheduler.schedule_pair(prompt(9))
+    clock.advance(0.25)
+    found = scheduler.schedule_pair(prompt(0), request_id="r", max_new_tokens=10)
+    clock.advance(1.0)
+    scheduler.prefill_done("r", cached_tokens=0)
+    clock.advance(0.5)
+    scheduler.first_token("r")
+    scheduler.finish("r", output_tokens=7)
+    scheduler.check()
+    _, record = scheduler.records()
+    assert (record.worker, record.reason, record.sequence, record.policy) == ("p", "pair", 1, policy)
+    assert record.pair is not None and record.pair.decode_worker == "d"
+    assert record.chosen.backlog_seconds == pytest.approx(0.5), "what was booked before it"
+    assert record.chosen.predicted_seconds == pytest.approx(1.0)
+    assert record.outcome is not None and record.outcome.first_token_seconds == pytest.approx(1.0)
+    assert (record.outcome.cached_tokens, record.outcome.output_tokens) == (0, 7)
+    assert record.late_seconds == pytest.approx(0.0, abs=1e-6) and record.regret_seconds == 0.0
+    if policy == "e2":
+        assert record.chosen.total_seconds == pytest.approx(found.price_seconds)
+    assert from_json(to_json(record)) == record
+    assert "chosen p (pair)" in text_of(record) and "decoded by d, 500 tokens moved" in text_of(record)
+
+
+def test_a_share_of_pairs_is_recorded_as_a_share_of_others_is() -> None:
+    scheduler, _ = fleet({"p": "prefill", "d": "decode"}, record=DecisionRecording(share=0.3), seed=1)
+    for n in range(100):
+        scheduler.cancel(scheduler.schedule_pair(prompt(n, 50)).request_id)
+    assert 15 < len(scheduler.records()) < 45
+    scheduler.check()
+
+
+# --- tenants, deadlines, batch work -----------------------------------------------------------------------------------
+
+
+def test_a_deadline_leaves_out_who_prefills_too_late_and_not_who_decodes() -> None:
+    scheduler, _ = fleet({"p": "prefill", "b": "both"})
+    scheduler.schedule(prompt(0))  # b has half a second of prefill
+    found = scheduler.schedule_pair(prompt(1), deadline_seconds=0.6, tenant="t")
+    assert (found.prefill_worker, found.worker) == ("p", "b")
+    with pytest.raises(Overloaded, match=r"the first token would take 1 s, it is of use for 0.6 s"):
+        scheduler.schedule_pair(prompt(2), deadline_seconds=0.6)
+    assert live(scheduler) == {"p": 1, "b": 2}
+    scheduler.check()
+
+
+def test_on_one_worker_a_deadline_is_that_of_schedule() -> None:
+    scheduler, _ = fleet({"p": "prefill", "b": "both"})
+    for n in range(3):
+        scheduler.schedule_pair(prompt(n), tenant="t")
+    before = live(scheduler)
+    with pytest.raises(Overloaded):
+        scheduler.schedule_pair(prompt(3), deadline_seconds=0.1)
+    with pytest.raises(Overloaded):
+        scheduler.schedule_pair(prompt(3), priority="batch")
+    with pytest.raises(InvalidInput, match="tenant"):
+        scheduler.schedule_pair(prompt(3), tenant=3)  # type: ignore[arg-type]
+    assert live(scheduler) == before
+    scheduler.check()
+
+
+@pytest.mark.parametrize("policy", ["e2", "least_loaded"])
+def test_a_tenant_is_charged_for_both_halves_and_the_charge_becomes_what_it_took(policy: str) -> None:
+    scheduler, clock = fleet({"p": "prefill", "d": "decode"}, policy=policy)
+    scheduler.schedule_pair(prompt(0), request_id="r", tenant="t", max_new_tokens=10)
+    booked = scheduler.tenant_seconds()["t"]
+    assert booked > 0.5
+    clock.advance(0.5)
+    scheduler.prefill_done("r", cached_tokens=400)
+    scheduler.first_token("r")
+    scheduler.finish("r", output_tokens=10)
+    assert scheduler.tenant_seconds()["t"] == pytest.approx(booked - 0.4)
+    scheduler.schedule_pair(prompt(1), request_id="s", tenant="u")
+    scheduler.cancel("s")
+    assert scheduler.tenant_seconds()["u"] == 0.0
+    scheduler.check()
+
+
+def test_a_queue_in_front_lets_pairs_wait_for_who_prefills() -> None:
+    scheduler, clock = fleet({"p": "prefill", "d": "decode"})
+    sent: list[PairDecision] = []
+    queue = AdmissionQueue(
+        scheduler, lambda _, found: sent.append(found), print, config=FlowConfig(hold_seconds=0.7), pairs=True
+    )
+    for n in range(5):
+        queue.offer(prompt(n), request_id=n, tenant="t", max_new_tokens=5)
+        queue.check()
+    assert [one.request_id for one in sent] == [0, 1], "who decodes has nothing to do, and makes no room"
+    clock.advance(0.5)
+    assert queue.prefill_done(0, cached_tokens=0)
+    queue.check()
+    assert [one.request_id for one in sent] == [0, 1, 2] and {one.prefill_worker for one in sent} == {"p"}
+    assert queue.finish(0, output_tokens=5) and len(queue) == 2
+    with pytest.raises(InvalidInput, match="group"):
+        queue.offer(prompt(7), request_id="g", tenant="t", group="set")
+    queue.check()
+
+
+def test_a_queue_without_pairs_waits_for_those_that_do_both() -> None:
+    scheduler, _ = fleet({"p": "prefill", "b": "both"})
+    sent: list[Any] = []
+    queue = AdmissionQueue(scheduler, lambda name, _: sent.append(name), print, config=FlowConfig(hold_seconds=0.7))
+    for n in range(4):
+        queue.offer(prompt(n), request_id=n, tenant="t")
+    assert sent == [0, 1] and len(queue) == 2, "one that gets nothing is not free"
+
+
+# --- other routers' requests ------------------------------------------------------------------------------------------
+
+
+def test_another_router_s_request_has_no_prefill_where_it_is_decoded() -> None:
+    scheduler, clock = fleet({"p": "prefill", "b": "both", "d": "decode"})
+    for name in ("p", "b", "d"):
+        scheduler.apply(name, [RequestPlaced("A", "r", prompt(0), None, 1 if name == "p" else 40)])
+        scheduler.check()
+    assert [waiting_seconds(scheduler, name) for name in ("p", "b", "d")] == pytest.approx([0.5, 0.5, 0.0])
+    assert live(scheduler) == {"p": 1, "b": 1, "d": 1}
+    clock.advance(0.5)
+    scheduler.apply("d", [RequestPrefilled("A", "r", 499)])
+    clock.advance(0.5)
+    scheduler.apply("d", [RequestEnded("A", "r", 40)])
+    scheduler.apply("p", [RequestPrefilled("A", "r", 0), RequestEnded("A", "r", 1)])
+    assert live(scheduler) == {"p": 0, "b": 1, "d": 0}
+    scheduler.check()
+    # An answer of 40 tokens was seen, and none of one: that was the prefill's.
+    found = scheduler.schedule_pair(prompt(5), request_id="s")
+    assert found.prefill_worker is not None
+    assert scheduler.core.lease("s")["expected_output_tokens"] == 40
