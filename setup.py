@@ -38,7 +38,7 @@ def compile_flags() -> tuple[list[str], list[str]]:
     links = list(sanitizers)
     if sys.platform == "linux":
         flags.append("-frecord-gcc-switches")  # tests/packaging/wheel_test.py reads them in what was built
-        links.append("-Wl,-z,noseparate-code")  # no padding between parts: 4 KB a module
+        links += ["-Wl,-z,noseparate-code"] if release else []  # no padding between parts: 4 KB a module
         links += ["-Wl,--strip-all"] if release and "--inplace" not in sys.argv else []
     return ([*flags, *quiet, *sanitizers], links)
 

@@ -120,6 +120,15 @@ def test_a_debug_build_keeps_both(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "-g" in compile_args and "-g0" not in compile_args and not link_args
 
 
+def test_the_trees_alone_are_optimised_for_speed_whatever_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("Cython")
+    monkeypatch.chdir(ROOT)
+    setup = load(ROOT / "setup.py")
+    tree, other = Path("preble", "_core", "tree", "nodes.pyx"), Path("preble", "_cost.pyx")
+    assert setup.flags_of(tree, ["-O2", "-g0"]) == ["-O2", "-g0", "-O3"] and setup.flags_of(other, ["-O2"]) == ["-O2"]
+    assert setup.flags_of(tree, ["-O1", "-g"]) == ["-O1", "-g"]
+
+
 def test_machine_code_for_one_processor_is_found() -> None:
     wheel_test.check_machine_code("a.so", b"GNU C17 -mtune=generic -march=x86-64 -O3")
     with pytest.raises(AssertionError, match="no note"):
