@@ -21,6 +21,7 @@ from tests.live.live_servers import BLOCK_SIZES, MODEL_NAME, LiveServer, post, t
 from tests.support.gateway import Client, GatewayProcess
 
 NEW_TOKENS, WORDS, QUESTIONS = 12, 120, 4
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_the_one_that_decodes_has_the_kv_of_prompts_that_it_never_saw(
     client = Client(gateway.address)
     try:
         for number in range(QUESTIONS):
-            status, headers, answer = client.call("POST", "/v1/chat/completions", question(number))
+            status, headers, answer = client.call("POST", "/v1/chat/completions", question(number), JSON)
             assert status == 200, answer
             assert str(decodes.port) in headers["x-preble-worker"]
             usage = answer["usage"]

@@ -25,6 +25,8 @@ from .endpoints import Endpoint
 
 ROOM_MAX = 2**63 - 1
 ANSWER_BYTES_MAX = 16 << 20  # of a prefill
+SAID_BYTES_MAX = 300  # of a refusal, in its error
+REFUSED = frozenset({400, 413, 415, 422})  # the request is at fault, not the server
 SGLANG, VLLM = "sglang", "vllm"
 _KINDS = {SGLANG: frozenset({"chat", "completions", "generate"}), VLLM: frozenset({"chat", "completions"})}
 _OWN = ("bootstrap_host", "bootstrap_room", "kv_transfer_params")
@@ -64,6 +66,16 @@ def prefill_fields(body: RelayedBody) -> dict[str, bytes]:
     if "min_tokens" in body.fields:
         fields["min_tokens"] = b"0"
     return fields
+
+
+class PrefillRefused(TransportError):
+    """The server that prefills finds fault with the request: the one that decodes is left to answer it."""
+
+
+def no_prefill(status: int, said: bytes) -> TransportError:
+    """Why a server that answers with this status, and says this, has not prefilled."""
+    kind = PrefillRefused if status in REFUSED else TransportError
+    return kind(f"the server that prefills answers {status}: {said[:SAID_BYTES_MAX].decode(errors='replace')}")
 
 
 def handed_over(answer: bytes) -> dict[str, bytes]:

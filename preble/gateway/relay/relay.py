@@ -37,7 +37,16 @@ from .endpoints import Endpoint
 from .form import MEDIA_TYPE
 from .headers import answer_headers, request_head, value_of
 from .learned import Learned, changes_for, looked_over
-from .pairs import ANSWER_BYTES_MAX, SGLANG, bootstrap_fields, handed_over, is_separable, prefill_fields
+from .pairs import (
+    ANSWER_BYTES_MAX,
+    SGLANG,
+    PrefillRefused,
+    bootstrap_fields,
+    handed_over,
+    is_separable,
+    no_prefill,
+    prefill_fields,
+)
 from .progress import RelayProgress, tokens_seen
 from .resume import Emitted, can_resume, closing, continuation, count_tokens, names_enough
 from .routing_key import RoutingKey, routing_key
@@ -287,6 +296,8 @@ class Exchange:
         try:
             answer = await self._prefilled(place, self._body.edited({**changes, **prefill_fields(self._body)}))
             fields = handed_over(answer)
+        except PrefillRefused:
+            fields = {}
         except TransportError:
             self._keep_away(place)
             raise
@@ -297,6 +308,8 @@ class Exchange:
         """See to the prefill while the other server waits for it; where it fails, that one need not wait."""
         try:
             await self._prefilled(place, data)
+        except PrefillRefused:
+            pass  # so does the other
         except TransportError as error:
             self._keep_away(place)
             if self._answer is not None and (self._resumable or not self._began):
@@ -325,7 +338,7 @@ class Exchange:
                     answer.close()
                     raise TransportError(f"the server that prefills answers more than {ANSWER_BYTES_MAX} bytes")
             if answer.status != 200:
-                raise TransportError(f"the server that prefills answers {answer.status}")
+                raise no_prefill(answer.status, b"".join(parts))
             return b"".join(parts)
         finally:
             if stall is not None:

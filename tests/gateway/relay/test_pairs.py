@@ -118,6 +118,24 @@ async def test_where_the_prefill_fails_the_request_goes_to_others(kind: str) -> 
         await front.settled()
 
 
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+@asynchronous
+async def test_a_request_that_the_prefill_refuses_is_answered_by_the_other_and_nobody_is_doubted(kind: str) -> None:
+    """Found before vLLM: a request without its media type was sent to four servers, and answered with 502."""
+
+    async def refuses(call: Call) -> None:
+        await call.answer({"error": "wrong"}, 400)
+
+    servers = pair(kind, refuses, refuses)
+    async with serving(*servers) as front:
+        for _ in range(3):
+            status, headers, body = await front.post(CHAT, BODY)
+            assert status == 400 and json.loads(body) == {"error": "wrong"}
+            assert headers["x-preble-worker"] == servers[1].worker
+            await front.settled()
+        assert len(servers[0].calls) == 3, "it is asked again each time"
+
+
 @asynchronous
 async def test_a_decode_server_that_says_nothing_is_left() -> None:
     async def silent(call: Call) -> None:
