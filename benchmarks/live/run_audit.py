@@ -189,8 +189,8 @@ def example(result: Found) -> str:
             told_of(result["runs"][-1]),
             where,
             "",
-            "All repetitions, E2 over round robin, claimed [95 % interval] and then seen. A claim leaves out the first tenth",
-            "of the time, in which caches are still cold; what was seen does not:",
+            "All repetitions, E2 over round robin, claimed [95 % interval] and then seen. A claim leaves out the first",
+            "tenth of the time, in which caches are still cold; what was seen does not:",
             "",
             claims(result["runs"]),
         ]
