@@ -107,7 +107,7 @@ class Peer:
         self.session = 1
         self.seq = 0
         self._pump = pump
-        self._held: list[wire.OutputChunk] = []  # came together with one that was expected
+        self._held: list[wire.OutputChunk] = []  # nobody has expected yet
 
     def send(self, message: wire.Message) -> None:
         """Send the next message of the session."""
@@ -138,7 +138,8 @@ class Peer:
         return welcome
 
     def expect(self, kind: type, timeout_seconds: float = HANG_SECONDS) -> Any:
-        """The next message of that class; others are skipped. Chunks that came together count one by one."""
+        """The next message of that class; others are skipped, but chunks are kept for whoever expects one: they count
+        one by one."""
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
             if kind is wire.OutputChunk and self._held:
@@ -148,6 +149,8 @@ class Peer:
                 return message
             if isinstance(message, wire.OutputChunks):
                 self._held += message.chunks
+            elif isinstance(message, wire.OutputChunk):
+                self._held.append(message)
         raise AssertionError(f"no {kind.__name__} came")
 
     def close(self) -> None:

@@ -36,6 +36,23 @@ from preble.transport.server import Server, ServerConfig, SessionEnded, bytes_of
 from preble.types import AllBlocksCleared, BlockStored, PrefixEvicted, RequestEnded, RequestPlaced, RequestPrefilled
 from tests.support.transport import Peer
 
+# --- what tests see of a worker ---------------------------------------------------------------------------------------
+
+
+def test_chunks_that_come_while_something_else_is_expected_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last chunk of a cancelled request that came before a Pong was lost, and then waited for."""
+    last = wire.OutputChunk("r", 1, (), finish_reason="abort")
+    pong = wire.Pong(1, next_event_seq=1)
+    come: list[wire.Message] = [last, pong]
+    monkeypatch.setattr(Peer, "receive", lambda self, timeout_seconds: come.pop(0))
+    peer = Peer("tcp://127.0.0.1:1")
+    try:
+        assert peer.expect(wire.Pong) is pong
+        assert peer.expect(wire.OutputChunk) is last
+    finally:
+        peer.close()
+
+
 # --- the event stream -------------------------------------------------------------------------------------------------
 
 
