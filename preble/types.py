@@ -365,13 +365,15 @@ class PrefixStored:
 
 @dataclass(frozen=True, slots=True)
 class RequestPlaced:
-    """A request of `router` has come to a worker. `request_id` is that router's; the two name it on this worker."""
+    """A request of `router` has come to a worker. `request_id` is that router's; the two name it on this worker.
+    `half`: which half of a request that two workers serve, "prefill" or "decode"; None for a whole one."""
 
     router: str
     request_id: str
     token_ids: Sequence[int]
     namespace: Hashable = None
     max_new_tokens: int | None = None
+    half: Role | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Hashable
 from typing import TYPE_CHECKING, Any
 
 from ..transport.messages import OutputChunk
-from ..types import DECODE, PairDecision
-from .request import Attempt, PlacedRequest, RoutedRequest
+from ..types import DECODE, PREFILL, PairDecision
+from .request import Attempt, PlacedRequest, RoutedRequest, half_of
 
 if TYPE_CHECKING:
     from .._placement.decision import Decision
@@ -102,10 +102,10 @@ def waits_at(live: PlacedRequest, attempt: Attempt) -> tuple[str, Hashable] | No
 def share_placed(own: SharedBookings, live: PlacedRequest, attempt: Attempt) -> None:
     """An attempt was booked and sent; one at two servers is two bookings."""
     tokens, space = live.tokens_so_far(), live.namespace
-    own.placed(attempt.wire_id, attempt.worker_id, tokens, space, live.tokens_left)
+    own.placed(attempt.wire_id, attempt.worker_id, tokens, space, live.tokens_left, half_of(attempt))
     pair = attempt.pair
     if pair is not None and pair.prefill_worker is not None and not isinstance(live, RoutedRequest):
-        own.placed(_of_prefill(attempt), pair.prefill_worker, tokens, space, 1)
+        own.placed(_of_prefill(attempt), pair.prefill_worker, tokens, space, 1, PREFILL)
 
 
 def share_first_token(own: SharedBookings, attempt: Attempt) -> None:

@@ -23,7 +23,19 @@ from msgspec import Struct
 
 from ..errors import PrebleError, ProtocolError
 from ..transport.messages import Abort, GenerationRequest, OutputChunk
-from ..types import BATCH, Claim, FinishReason, PairDecision, SamplingParams, SessionHint, TokenLogprob, WorkerSpec
+from ..types import (
+    BATCH,
+    DECODE,
+    PREFILL,
+    Claim,
+    FinishReason,
+    PairDecision,
+    Role,
+    SamplingParams,
+    SessionHint,
+    TokenLogprob,
+    WorkerSpec,
+)
 
 if TYPE_CHECKING:
     from .._placement.decision import Decision
@@ -64,6 +76,13 @@ class Attempt:
     cached_tokens: int | None = None
     pair: PairDecision | None = None
     handed_over: bool = False
+
+
+def half_of(attempt: Attempt) -> Role | None:
+    """Which half of a pair's request an attempt is; None for a whole one."""
+    if attempt.pair is None:
+        return None
+    return DECODE if attempt.handed_over else PREFILL
 
 
 def sampling_of(sampling: SamplingParams, attempt: Attempt) -> SamplingParams:
@@ -252,6 +271,7 @@ class RoutedRequest(PlacedRequest):
             output_offset=attempt.offset,
             claim=self.worker_claim,
             pull=fleet.pulls.asked_for(attempt, self),
+            half=half_of(attempt),
         )
         try:
             fleet.send(attempt.worker_id, request)

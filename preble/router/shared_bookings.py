@@ -30,7 +30,7 @@ from ..errors import InvalidInput, PrebleError, ProtocolError, UnknownWorker
 from ..transport import wire
 from ..transport.messages import EVENTS_MAX, FRAME_BYTES_MAX, INT31, Events, Id, Number
 from ..transport.namespaces import encode_namespace
-from ..types import RequestEnded, RequestPlaced, RequestPrefilled
+from ..types import RequestEnded, RequestPlaced, RequestPrefilled, Role
 
 Report: TypeAlias = RequestPlaced | RequestPrefilled | RequestEnded
 ReportsByWorker: TypeAlias = dict[str, list[Report]]
@@ -189,15 +189,21 @@ class SharedBookings:
         return len(self._running)
 
     def placed(
-        self, name: str, worker_id: str, token_ids: Any, namespace: Hashable, max_new_tokens: int | None
+        self,
+        name: str,
+        worker_id: str,
+        token_ids: Any,
+        namespace: Hashable,
+        max_new_tokens: int | None,
+        half: Role | None = None,
     ) -> None:
-        """An attempt of a request was booked and sent. `name` is never used twice, `token_ids` are never changed. In a
-        namespace that cannot travel it is left out, and counted."""
+        """An attempt of a request, or a half of one, was booked and sent. `name` is never used twice, `token_ids` are
+        never changed. In a namespace that cannot travel it is left out, and counted."""
         if not self._is_shared(worker_id):
             return
         limit = None if max_new_tokens is None else min(max_new_tokens, INT31)
         space = relative_to(self._worker_space(worker_id), namespace)
-        report = RequestPlaced(self._router_id, name, token_ids, space, limit)
+        report = RequestPlaced(self._router_id, name, token_ids, space, limit, half)
         try:
             size = bytes_of(report)
         except InvalidInput:

@@ -19,7 +19,7 @@ from .._core.dict_keys import key_value
 from .._placement.bookings import DecisionCore
 from ..errors import InvalidInput
 from ..lazy_typing import TYPE_CHECKING, Any, dataclass
-from ..types import PREFILL, PrefixStored, RequestEnded, RequestPlaced, RequestPrefilled
+from ..types import PrefixStored, RequestEnded, RequestPlaced, RequestPrefilled
 from .leases import Cancel
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class PeerBookings:
         """Book a request where it is. One that is booked already, or finds no room, is not."""
         news = self.book_on(index, event.token_ids, request_id, event.namespace, event.max_new_tokens, now)
         if news and self.pairs is not None:
-            self.pairs.placed_by_peer(self.core.live_key(request_id), str(self.core.names[index]), now)
+            self.pairs.placed_by_peer(self.core.live_key(request_id), str(self.core.names[index]), event.half, now)
         self.count("peer_requests", int(news))
         return news
 
@@ -100,9 +100,8 @@ class PeerBookings:
             return self.first_token(request_id, cached_tokens=event.cached_tokens)
         if event.output_tokens is None:
             return self.cancel(request_id, now)
-        # The one token of a prefill says nothing of how long answers are.
-        prefills = self.pairs is not None and self.pairs.roles.get(request_id[1]) == PREFILL
-        return self.end(request_id, None if prefills else event.output_tokens)
+        only_prefilled = self.pairs is not None and self.pairs.is_only_prefilled(self.core.live_key(request_id))
+        return self.end(request_id, None if only_prefilled else event.output_tokens)
 
 
 def forget(cancel: Cancel, keys: Iterable[Hashable], now: float) -> list[Hashable]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ..local import StepOutput
 from ..scheduler import GlobalScheduler
 from ..scheduling.pulls.link_times import Transfer
-from ..types import PairDecision
+from ..types import DECODE, PREFILL, PairDecision, Role
 from ..workloads.types import Int32Array
 from .config import KvLink
 from .flight import Flight
@@ -75,6 +75,12 @@ class SimPairs:
         """Whether a worker is to prefill a request, and no more."""
         pair = self._pairs.get(request_id)
         return pair is not None and pair.begun_at is None and pair.prefills is worker
+
+    def half_of(self, flight: Flight, worker: SimWorker) -> Role | None:
+        """Which half of a request a worker is sent; None for all of it."""
+        if flight.handed_over:
+            return DECODE
+        return PREFILL if self.prefills(flight.request.request_id, worker) else None
 
     def on(self, worker: SimWorker) -> list[Flight]:
         """The requests that are yet to be decoded on a worker."""

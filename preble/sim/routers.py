@@ -19,7 +19,7 @@ import numpy as np
 from ..clock import ManualClock
 from ..errors import UnknownWorker
 from ..scheduler import GlobalScheduler
-from ..types import CacheEvent, RequestEnded, RequestPlaced, RequestPrefilled
+from ..types import CacheEvent, RequestEnded, RequestPlaced, RequestPrefilled, Role
 from .config import SimConfig
 
 News = tuple[int, str, "int | None", "int | None"]  # router, request; cached tokens, or at its end its output tokens
@@ -45,10 +45,11 @@ class SimRouters:
         """The router that the next request comes to."""
         return int(self._rng.integers(len(self.schedulers))) if len(self.schedulers) > 1 else 0
 
-    def report_placed(self, placed: tuple[str, int, str, Any, int]) -> None:
-        """All but its own router learn that a worker has a request: (worker, router, request, token ids, limit)."""
-        worker, router, request_id, token_ids, limit = placed
-        self._report_to_others(worker, router, RequestPlaced(str(router), request_id, token_ids, None, limit))
+    def report_placed(self, placed: tuple[str, int, str, Any, int, Role | None]) -> None:
+        """All but its own router learn that a worker has a request: (worker, router, request, token ids, limit, half of
+        a pair's)."""
+        worker, router, request_id, token_ids, limit, half = placed
+        self._report_to_others(worker, router, RequestPlaced(str(router), request_id, token_ids, None, limit, half))
 
     def report(self, worker: str, news: Iterable[News]) -> None:
         """Tokens have come from a worker: each router learns of all, of its own requests by their answers."""

@@ -247,7 +247,8 @@ class Simulation:
             self._drop_pair(flight)
             self._refuse(flight)
         elif len(self.routers.schedulers) > 1:
-            placed = (worker.name, flight.router, flight.request.request_id, token_ids, len(left))
+            half = None if self._pairs is None else self._pairs.half_of(flight, worker)
+            placed = (worker.name, flight.router, flight.request.request_id, token_ids, len(left), half)
             peers = self._config.peer_delay_seconds
             delay = self._config.event_delay_seconds if peers is None else peers
             self._later(delay, self.routers.report_placed, placed)

@@ -53,6 +53,7 @@ from .messages import (
     Id,
     Number,
     OutputChunk,
+    PairHalf,
     Positive,
     PullFrom,
     Text,
@@ -452,6 +453,7 @@ class _Placed(_RequestEvent, frozen=True, tag="Q"):
     token_ids: _Words
     namespace: Raw
     max_new_tokens: Positive | None
+    half: PairHalf | None
 
     def event(self, elements: Elements) -> RequestPlaced:
         if len(self.router) + len(self.request_id) > _SHORT:
@@ -459,7 +461,7 @@ class _Placed(_RequestEvent, frozen=True, tag="Q"):
         _count(self.token_ids, ".token_ids")
         token_ids: Any = _array_of(self.token_ids, _INT32)
         namespace = _read_namespace(self.namespace, elements)
-        return RequestPlaced(self.router, self.request_id, token_ids, namespace, self.max_new_tokens)
+        return RequestPlaced(self.router, self.request_id, token_ids, namespace, self.max_new_tokens, self.half)
 
 
 class _Prefilled(_RequestEvent, frozen=True, tag="F"):
@@ -495,7 +497,7 @@ _PACKS: Mapping[type, Callable[[Any], _Event]] = {
     BlockRemoved: lambda e: _Removed(list(e.block_hashes), _clip(e.medium)),  # type: ignore[arg-type]
     AllBlocksCleared: lambda e: _Cleared(),
     RequestPlaced: lambda e: _Placed(
-        *_check_names(e), token_words(e.token_ids), _pack_namespace(e.namespace), e.max_new_tokens
+        *_check_names(e), token_words(e.token_ids), _pack_namespace(e.namespace), e.max_new_tokens, e.half
     ),
     RequestPrefilled: lambda e: _Prefilled(*_check_names(e), e.cached_tokens),
     RequestEnded: lambda e: _Ended(*_check_names(e), e.output_tokens),

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct, field
 
-from ..types import BOTH, ROLES, CacheEvent, Claim, SamplingParams, TokenLogprob
+from ..types import BOTH, DECODE, PREFILL, ROLES, CacheEvent, Claim, SamplingParams, TokenLogprob
 
 PROMPT_TOKENS_MAX = 2 << 20  # 8 MiB of token ids
 TEXT_BYTES_MAX = 4096  # names, reasons, endpoints; longer ones are cut when encoded, refused when decoded
@@ -28,6 +28,7 @@ REFUSAL_CODES = ("queue_full", "invalid", "engine", "engine_failed", "draining",
 PULL_ENDS = ("done", "partial", "late", "lost", "refused", "full", "cancelled", "joined")
 KV_REFUSAL_CODES = ("epoch", "layout", "busy", "engine")
 CLOSING_CODES = ("gap", "slow_reader", "expired", "no_session", "replaced", "shutdown", "engine_failed")
+HALVES = (PREFILL, DECODE)
 FINISH_REASONS = ("stop", "length", "abort", "error", "invalid")
 
 INT31 = 2**31 - 1
@@ -61,9 +62,11 @@ if TYPE_CHECKING:
     PullEnd = str
     KvRefusalCode = str
     WorkerRole = Literal["both", "prefill", "decode"]
+    PairHalf = WorkerRole
 else:
     RefusalCode, ClosingCode, FinishReason = map(_one_of, (REFUSAL_CODES, CLOSING_CODES, FINISH_REASONS))
     PullEnd, KvRefusalCode, WorkerRole = map(_one_of, (PULL_ENDS, KV_REFUSAL_CODES, ROLES))
+    PairHalf = _one_of(HALVES)
 FieldName = Annotated[str, _text(1, 64)]
 FieldNames = Annotated[tuple[FieldName, ...], Meta(max_length=64, description="at most 64 names of 1 to 64 bytes")]
 
@@ -101,7 +104,7 @@ class GenerationRequest(Struct, frozen=True):
     A request resumed after its worker died arrives with the emitted tokens appended to the prompt and `output_offset`
     set, so that chunk indices and random draws go on where they stopped; `sampling.max_new_tokens` still counts from
     the first output. `claim`: on whose account the worker serves it, and how soon. `pull`: what the worker should try
-    to take over from another before it computes the rest.
+    to take over from another before it computes the rest. `half`: `RequestPlaced`'s, which the worker reports.
     """
 
     request_id: Id
@@ -111,6 +114,7 @@ class GenerationRequest(Struct, frozen=True):
     output_offset: Count = 0
     claim: Claim | None = None
     pull: PullFrom | None = None
+    half: PairHalf | None = None
 
 
 class Abort(Struct, frozen=True):

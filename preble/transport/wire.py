@@ -57,7 +57,7 @@ from .messages import (
 )
 from .namespaces import Unfit
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 _HEADER = ("version", "code", "epoch", "session", "seq")
 _CODES: Mapping[type[Message], int] = {

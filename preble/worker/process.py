@@ -430,7 +430,7 @@ def _placed(router_id: str, request: GenerationRequest) -> RequestPlaced:
     """The report of a request that comes; of one that is resumed, the output that it may still have."""
     left = max(1, request.sampling.max_new_tokens - request.output_offset)
     token_ids: Any = request.token_ids
-    return RequestPlaced(router_id, request.request_id, token_ids, request.namespace, left)
+    return RequestPlaced(router_id, request.request_id, token_ids, request.namespace, left, request.half)
 
 
 def _engine_id(session: Session, request_id: str) -> str:

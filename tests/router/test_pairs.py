@@ -83,6 +83,7 @@ async def test_one_is_asked_for_one_token_and_the_other_for_the_rest_with_the_wa
         assert chunks[0].cached_tokens == 7, "where it was prefilled"
         (first, asked), (second, rest) = story.sent
         assert (first, asked.sampling.max_new_tokens, asked.output_offset, asked.pull) == ("p", 1, 0, None)
+        assert (asked.half, rest.half) == ("prefill", "decode")
         assert (second, rest.sampling.max_new_tokens, rest.output_offset) == ("d", SHORT.max_new_tokens, 1)
         assert rest.token_ids.tolist() == [*PROMPT, tokens[0]]
         assert rest.pull == PullFrom("tcp://127.0.0.1:4321", 1000, len(PROMPT), rest.pull.wait_us if rest.pull else 0)
@@ -109,7 +110,7 @@ async def test_an_answer_that_ends_with_its_first_token_is_never_handed_over() -
 async def test_where_nothing_waits_one_that_does_both_serves_all_of_it() -> None:
     async with fleet(p=("prefill", good), b=("both", good)) as story:
         await collect(story.router.generate(PROMPT, SHORT))
-        assert [name for name, _ in story.sent] == ["b"]
+        assert [(name, asked.half) for name, asked in story.sent] == [("b", None)]
         assert story.router.stats()["handed_over"] == 0
 
 
@@ -183,7 +184,8 @@ def test_other_routers_are_reported_both_halves_at_servers_that_do_not_report_th
         attempt = pairs.first_attempt(end, live, pair)
         pairs.share_placed(own, live, attempt)
         news = own.take_news()
-        assert {name: getattr(one, "max_new_tokens", None) for name, (one,) in news.items()} == {"d": 9, "p": 1}
+        placed = {name: (getattr(one, "max_new_tokens", 0), getattr(one, "half", "")) for name, (one,) in news.items()}
+        assert placed == {"d": (9, "decode"), "p": (1, "prefill")}
         if end == "finishes":
             pairs.share_first_token(own, attempt)
             pairs.share_ended(own, attempt, 5)

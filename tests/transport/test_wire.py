@@ -23,6 +23,7 @@ from preble.transport.messages import (
     CLOSING_CODES,
     EVENTS_MAX,
     FINISH_REASONS,
+    HALVES,
     ID_BYTES_MAX,
     KV_REFUSAL_CODES,
     PULL_ENDS,
@@ -98,9 +99,10 @@ LOGPROB = st.floats(max_value=0, allow_nan=False)
 LOGPROBS = st.lists(
     st.builds(TokenLogprob, LOGPROB, st.lists(st.tuples(INT31, LOGPROB), max_size=LOGPROBS_MAX).map(tuple)), max_size=3
 ).map(tuple)
+PAIR_HALVES = st.none() | st.sampled_from(HALVES)
 FIELDS = st.lists(st.text("abc_", min_size=1, max_size=64), max_size=4).map(tuple)
 PEER_EVENTS = st.one_of(  # by workers, of requests and evictions
-    st.builds(RequestPlaced, IDS, IDS, PROMPT, NAMESPACES, st.none() | st.integers(1, 2**31 - 1)),
+    st.builds(RequestPlaced, IDS, IDS, PROMPT, NAMESPACES, st.none() | st.integers(1, 2**31 - 1), PAIR_HALVES),
     st.builds(RequestPrefilled, IDS, IDS, st.none() | INT31),
     st.builds(RequestEnded, IDS, IDS, st.none() | INT31),
     PROMPT.flatmap(lambda ids: st.builds(PrefixEvicted, st.just(ids), st.integers(0, len(ids)), NAMESPACES)),
@@ -149,6 +151,7 @@ def requests() -> st.SearchStrategy[wire.GenerationRequest]:
             st.integers(0, len(ids) - 1),
             CLAIMS,
             st.none() | st.builds(PullFrom, TEXT, INT63, st.integers(1, len(ids)), INT63),
+            PAIR_HALVES,
         )
     )
 
@@ -264,10 +267,10 @@ def test_token_ids_travel_as_raw_little_endian_int32() -> None:
 def test_a_claim_travels_as_four_values_and_none_as_one_byte() -> None:
     ids, claim = np.array([7], np.int32), Claim("acme", 2.0, 1.5, "batch")
     frame = wire.encode(wire.GenerationRequest("r", ids, claim=claim))
-    assert frame.endswith(bytes.fromhex("94a461636d65cb4000000000000000cb3ff8000000000000a56261746368c0"))
+    assert frame.endswith(bytes.fromhex("94a461636d65cb4000000000000000cb3ff8000000000000a56261746368c0c0"))
     assert wire.decode(frame, ALL).message.claim == claim
     nothing = wire.encode(wire.GenerationRequest("r", ids))
-    assert nothing.endswith(b"\xc0\x00\xc0\xc0")  # namespace, offset, claim, pull
+    assert nothing.endswith(b"\xc0\x00\xc0\xc0\xc0")  # namespace, offset, claim, pull, half
 
 
 @pytest.mark.parametrize(
@@ -277,7 +280,7 @@ def test_a_claim_travels_as_four_values_and_none_as_one_byte() -> None:
 def test_claims_that_mean_nothing_are_refused(claim: list[Any]) -> None:
     values = msgpack.unpackb(wire.encode(wire.GenerationRequest("r", np.array([7], np.int32))))
     with pytest.raises(ProtocolError, match=r"tenant|weight|deadline_seconds|priority"):
-        wire.decode(msgpack.packb([*values[:-2], claim, None]), ALL)
+        wire.decode(msgpack.packb([*values[:-3], claim, None, None]), ALL)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +295,18 @@ def test_claims_that_mean_nothing_are_refused(claim: list[Any]) -> None:
 def test_pulls_that_mean_nothing_are_refused(pull: list[Any], text: str) -> None:
     values = msgpack.unpackb(wire.encode(wire.GenerationRequest("r", np.array([7], np.int32))))
     with pytest.raises(ProtocolError, match=text):
-        wire.decode(msgpack.packb([*values[:-1], pull]), ALL)
+        wire.decode(msgpack.packb([*values[:-2], pull, None]), ALL)
+
+
+@pytest.mark.parametrize("half", ["both", "", 1, True])
+def test_halves_that_are_none_are_refused(half: Any) -> None:
+    values = msgpack.unpackb(wire.encode(wire.GenerationRequest("r", np.array([7], np.int32), half="decode")))
+    with pytest.raises(ProtocolError, match="GenerationRequest.half must be one of prefill, decode"):
+        wire.decode(msgpack.packb([*values[:-1], half]), ALL)
+    values = msgpack.unpackb(wire.encode(wire.Events(0, (RequestPlaced("A", "r", [1], half="prefill"),))))
+    values[6][0][-1] = half
+    with pytest.raises(ProtocolError, match="half must be one of prefill, decode"):
+        wire.decode(msgpack.packb(values), ALL)
 
 
 def test_a_decoded_prompt_is_int32_and_cannot_be_written_to() -> None:
@@ -444,11 +458,11 @@ RARE = [
 
 
 DIGESTS = (
-    *("74876a075e9c1108", "7573cafeea40d105", "8183a5e5778e473a", "375b54de46e30804", "be52754e49f9bc53"),
-    *("68fc0d955d0f48c8", "9cdb7ef8b7b8b348", "19b7dc30a1f7bf35", "db2e18649a61ec78", "0f04df152b81e691"),
-    *("618394dca881e458", "d4ab30e6358f408f", "378a774348591a81", "fe8204605de6b358", "00ca3bbe7bccac90"),
-    *("f43b35a0da428724", "0f7f3c553c442333", "05f30708ff9f7c76", "d632edea0139ea2f", "b920f5f0fd40429b"),
-    "3e6389319c8cc35c",
+    *("00974e7c3a8dbb5a", "ab195a314693669d", "801bca4cfa3fc289", "f90b62a2064eece2", "9956642c45036258"),
+    *("96b9ecf46604729b", "d1694d33425a8db8", "946df742235ffb21", "5671ab413f6f4abb", "a62059c1daa1952b"),
+    *("bd4c6ea4ed3fe9fa", "92da0d314827e892", "98eefb919c823333", "4054d1286f7670a0", "83288fc0fedeb67e"),
+    *("b1fff5301ba09e84", "19f8f6c73d9acdb6", "7fc22d80ff229299", "b0b16d693ef81b8e", "9f2f803faca4d02d"),
+    "899dc3b7a47a534a",
 )
 
 
@@ -463,25 +477,25 @@ STORED = BlockStored((1, b"h"), None, (1, 2), 2, ("a", 1), "GPU")
 STAYS = [
     (
         wire.Welcome("w", "simulated", "llama", "abc", 16, 1000, None, 4096, (2,), "", 0, 1 << 20),
-        "dc00190911cf400000000000000002ce00011170a177a973696d756c61746564a56c6c616d61a361626310cd03e8c0cd1000"
+        "dc00190a11cf400000000000000002ce00011170a177a973696d756c61746564a56c6c616d61a361626310cd03e8c0cd1000"
         "c40402000000a000ce00100000c29090c2a0a000a4626f7468",
     ),
-    (wire.Hello("r"), "9a0901cf400000000000000002ce00011170a172a0a0a000"),
-    (wire.Abort("r"), "960903cf400000000000000002ce00011170a172"),
-    (wire.Ping(7), "960904cf400000000000000002ce0001117007"),
-    (wire.Replay(300), "960905cf400000000000000002ce00011170cd012c"),
-    (wire.Bye(), "950906cf400000000000000002ce00011170"),
-    (wire.Refused("no"), "960912cf400000000000000002ce00011170a26e6f"),
-    (wire.Rejected("r", "invalid", "t"), "980914cf400000000000000002ce00011170a172a7696e76616c6964a174"),
-    (wire.Pong(1, 2, 3, 4, 5, 6, 7, 8, True), "9e0915cf400000000000000002ce000111700102030405060708c3"),
-    (wire.ReplayEnd(1, 2, 3, 4), "990917cf400000000000000002ce0001117001020304"),
-    (wire.Draining(), "950918cf400000000000000002ce00011170"),
-    (wire.Closed("gap", "t"), "970919cf400000000000000002ce00011170a3676170a174"),
-    (wire.Fault("t"), "96091acf400000000000000002ce00011170a174"),
+    (wire.Hello("r"), "9a0a01cf400000000000000002ce00011170a172a0a0a000"),
+    (wire.Abort("r"), "960a03cf400000000000000002ce00011170a172"),
+    (wire.Ping(7), "960a04cf400000000000000002ce0001117007"),
+    (wire.Replay(300), "960a05cf400000000000000002ce00011170cd012c"),
+    (wire.Bye(), "950a06cf400000000000000002ce00011170"),
+    (wire.Refused("no"), "960a12cf400000000000000002ce00011170a26e6f"),
+    (wire.Rejected("r", "invalid", "t"), "980a14cf400000000000000002ce00011170a172a7696e76616c6964a174"),
+    (wire.Pong(1, 2, 3, 4, 5, 6, 7, 8, True), "9e0a15cf400000000000000002ce000111700102030405060708c3"),
+    (wire.ReplayEnd(1, 2, 3, 4), "990a17cf400000000000000002ce0001117001020304"),
+    (wire.Draining(), "950a18cf400000000000000002ce00011170"),
+    (wire.Closed("gap", "t"), "970a19cf400000000000000002ce00011170a3676170a174"),
+    (wire.Fault("t"), "960a1acf400000000000000002ce00011170a174"),
     (
         wire.Events(0, (STORED, BlockRemoved((2**64 - 1, -1)), RequestPlaced("a", "r", (1,), ("x", None), 5))),
-        "980916cf400000000000000002ce00011170009397a1539201c40168c0c40801000000020000000292a16101a347505593a1"
-        "5292cfffffffffffffffffffc096a151a161a172c4040100000092a178c005a0",
+        "980a16cf400000000000000002ce00011170009397a1539201c40168c0c40801000000020000000292a16101a347505593a1"
+        "5292cfffffffffffffffffffc097a151a161a172c4040100000092a178c005c0a0",
     ),
 ]
 
@@ -634,10 +648,15 @@ def test_a_missing_and_an_extra_field_are_refused() -> None:
             [["R", [""], None]],
             "Events.events.0..block_hashes must be an array, .* 1 to 64 bytes",
         ),
-        (wire.Events(0, ()), 6, [["Q", "", "r", ONE_TOKEN, None, 1]], "Events.events.0..router must be a text of 1 to"),
-        (wire.Events(0, ()), 6, [["Q", "a", "r", b"", None, 1]], "Events.events.0..token_ids is empty"),
-        (wire.Events(0, ()), 6, [["Q", "a", "r", ONE_TOKEN, 1.5, 1]], "Events.events.0..namespace must be None"),
-        (wire.Events(0, ()), 6, [["Q", "a", "r", ONE_TOKEN, None, 0]], "max_new_tokens must be an int in .1, "),
+        (
+            wire.Events(0, ()),
+            6,
+            [["Q", "", "r", ONE_TOKEN, None, 1, None]],
+            "Events.events.0..router must be a text of 1 to",
+        ),
+        (wire.Events(0, ()), 6, [["Q", "a", "r", b"", None, 1, None]], "Events.events.0..token_ids is empty"),
+        (wire.Events(0, ()), 6, [["Q", "a", "r", ONE_TOKEN, 1.5, 1, None]], "Events.events.0..namespace must be None"),
+        (wire.Events(0, ()), 6, [["Q", "a", "r", ONE_TOKEN, None, 0, None]], "max_new_tokens must be an int in .1, "),
         (wire.Events(0, ()), 6, [["F", "a", "x" * 257, 0]], "Events.events.0..request_id must be a text of 1 to"),
         (wire.Events(0, ()), 6, [["F", "a", "r", -1]], "Events.events.0..cached_tokens must be an int in .0, "),
         (wire.Events(0, ()), 6, [["X", "a", "r", True]], "Events.events.0..output_tokens must be an int in .0, "),

@@ -29,7 +29,15 @@ from preble.transport import wire
 from preble.transport.messages import PullFrom
 from preble.transport.security import create_keys, load_client_keys
 from preble.transport.server import ServerConfig
-from preble.types import AllBlocksCleared, CacheEvent, PrefixEvicted, RequestEnded, RequestPlaced, RequestPrefilled
+from preble.types import (
+    AllBlocksCleared,
+    CacheEvent,
+    PrefixEvicted,
+    RequestEnded,
+    RequestPlaced,
+    RequestPrefilled,
+    Role,
+)
 from preble.worker import Worker, WorkerConfig
 from tests.support.transport import (
     FAST,
@@ -515,10 +523,10 @@ class Leashed:
         except EngineError as error:
             self.error = error
 
-    def submit(self, request_id: str, first_token: int = 1, max_new_tokens: int = 3) -> None:
+    def submit(self, request_id: str, first_token: int = 1, max_new_tokens: int = 3, half: Role | None = None) -> None:
         """Send a request."""
         sampling = SamplingParams(max_new_tokens=max_new_tokens)
-        self.peer.send(wire.GenerationRequest(request_id, np.array([first_token, 2], np.int32), sampling))
+        self.peer.send(wire.GenerationRequest(request_id, np.array([first_token, 2], np.int32), sampling, half=half))
 
     def close(self) -> None:
         """End it, whatever state it is in."""
@@ -827,14 +835,16 @@ def test_a_router_that_is_alone_is_not_sent_its_own_requests_and_misses_no_numbe
     other.hello("other")
     last = heard()
     assert (last.number, last.events, last.complete_for) == (second.number + 1, (), "raw-router")
-    one.submit("r", max_new_tokens=1)
+    one.submit("r", max_new_tokens=1, half="prefill")
     one.engine.allowed.release()
     told: list[CacheEvent] = []
     while len(told) < 3:
         message = heard()
         assert message.complete_for == ""
         told += message.events
-    assert [type(one) for one in told] == [RequestPlaced, RequestPrefilled, RequestEnded]
+    placed, *rest = told
+    assert isinstance(placed, RequestPlaced) and placed.half == "prefill", "as its router has sent it"
+    assert [type(one) for one in rest] == [RequestPrefilled, RequestEnded]
     other.close()
     subscriber.close()
 

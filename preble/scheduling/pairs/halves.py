@@ -21,7 +21,7 @@ from ..._placement.bookings import DecisionCore
 from ..._placement.decision import Decision
 from ..._placement.pairs.halves import decode_began, decode_to_begin, give_back_half
 from ...lazy_typing import TYPE_CHECKING, Any
-from ...types import DECODE, WorkerSpec
+from ...types import DECODE, PREFILL, Role, WorkerSpec
 from ..observer import RequestObserver
 from ..pulls.link_times import LinkTimes
 
@@ -63,6 +63,7 @@ class PairHalves(RequestObserver):
         self._halves: dict[Hashable, Hashable] = {}  # key of a live request -> id of its prefill half, which is live
         self._owners: dict[Hashable, Hashable] = {}
         self._begins: set[Hashable] = set()  # keys of those whose decode has not begun
+        self._only_prefilled: set[Hashable] = set()  # keys of other routers' prefill halves
         self._numbers = 0
 
     # --- halves -------------------------------------------------------------------------------------------------------
@@ -85,11 +86,19 @@ class PairHalves(RequestObserver):
         self._begins.add(key)
         self.separated += 1
 
-    def placed_by_peer(self, key: Hashable, worker: str, now: float) -> None:
-        """Another router's request is booked: on a worker that decodes only none of it waits to be prefilled."""
-        if self.roles.get(worker) == DECODE:
+    def placed_by_peer(self, key: Hashable, worker: str, half: Role | None, now: float) -> None:
+        """Another router's request is booked, all of it or a `half`: where it is only decoded none of it waits to be
+        prefilled. What a worker with one role has is a half."""
+        done_there = self.roles.get(worker, half)
+        if done_there == DECODE:
             decode_to_begin(self.core, key, now)
             self._begins.add(key)
+        elif done_there == PREFILL:
+            self._only_prefilled.add(key)
+
+    def is_only_prefilled(self, key: Hashable) -> bool:
+        """Whether a live request of another router's is a prefill half, whose one token is no answer's length."""
+        return key in self._only_prefilled
 
     def half_of(self, key: Hashable) -> Hashable | None:
         """The id of a live request's prefill half, if that is live."""
@@ -101,6 +110,7 @@ class PairHalves(RequestObserver):
 
     def _ended(self, key: Hashable, now: float) -> None:
         self._begins.discard(key)
+        self._only_prefilled.discard(key)
         half = self._halves.pop(key, None)
         if half is not None:
             del self._owners[half]
@@ -159,6 +169,7 @@ class PairHalves(RequestObserver):
             assert key in live, f"the prefill half {half} has outlived its request"
             assert half in live, f"the prefill half {half} is over, and is kept"
         assert self._begins <= set(live), "a decode is to begin whose request is over"
+        assert self._only_prefilled <= set(live), "another router's prefill half is over, and is kept"
         strays = [key for key in live if is_half(key) and key not in self._owners]
         assert not strays, f"prefill halves of nobody: {strays}"
         if self.state is not None:

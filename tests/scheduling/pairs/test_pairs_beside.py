@@ -203,3 +203,35 @@ def test_another_router_s_request_has_no_prefill_where_it_is_decoded() -> None:
     found = scheduler.schedule_pair(prompt(5), request_id="s")
     assert found.prefill_worker is not None
     assert scheduler.core.lease("s")["expected_output_tokens"] == 40
+
+
+def test_the_halves_of_another_router_s_pair_are_known_on_workers_that_do_both() -> None:
+    """A half that a worker with both roles prefilled was a request for one token, whose end taught an answer of one;
+    one that it decoded was booked with all of its prompt."""
+    scheduler, clock = fleet({"p": "prefill", "b": "both", "c": "both"})
+    scheduler.apply("b", [RequestPlaced("A", "r", prompt(0), None, 1, half="prefill")])
+    scheduler.apply("c", [RequestPlaced("A", "r", prompt(0), None, 40, half="decode")])
+    scheduler.check()
+    assert [waiting_seconds(scheduler, name) for name in ("b", "c")] == pytest.approx([0.5, 0.0])
+    clock.advance(0.5)
+    scheduler.apply("b", [RequestPrefilled("A", "r", 0), RequestEnded("A", "r", 1)])
+    scheduler.apply("c", [RequestPrefilled("A", "r", 499)])
+    clock.advance(0.5)
+    scheduler.apply("c", [RequestEnded("A", "r", 40)])
+    assert live(scheduler) == {"p": 0, "b": 0, "c": 0}
+    scheduler.check()
+    accounts = scheduler.stats()["workers"]
+    assert [accounts[name]["mean_output_tokens"] for name in ("b", "c")] == [0.0, 40.0]
+
+
+@pytest.mark.parametrize("end", ["cancelled", "lost"])
+@pytest.mark.parametrize("half", ["prefill", "decode"])
+def test_a_half_of_another_router_s_that_ends_without_a_result_leaves_nothing(half: Any, end: str) -> None:
+    scheduler, _ = fleet({"p": "prefill", "b": "both"})
+    scheduler.apply("b", [RequestPlaced("A", "r", prompt(0), None, 1, half=half)])
+    if end == "cancelled":
+        scheduler.apply("b", [RequestEnded("A", "r")])
+    else:
+        scheduler.remove_worker("b")
+    scheduler.check()
+    assert scheduler.stats()["live_requests"] == 0
