@@ -23,18 +23,12 @@ if TYPE_CHECKING:
     from .shared_bookings import SharedBookings
 
 
-def schedule_for(
-    scheduler: GlobalScheduler, fleet: Fleet, live: PlacedRequest | None, asked: dict[str, Any]
-) -> Callable[..., Any]:
-    """How a request is placed: on one worker, or where some do not do both also on two. Samples of a set stay whole
-    where somebody does both; else their group counts for nothing, and is taken out of `asked`."""
+def schedule_for(scheduler: GlobalScheduler, fleet: Fleet, live: PlacedRequest | None) -> Callable[..., Any]:
+    """How a request is placed: on one worker, or where some do not do both also on two."""
     if live is None or not live.is_separable:
         return scheduler.schedule
     roles = fleet.roles if isinstance(live, RoutedRequest) else fleet.server_roles
-    if not roles or (live.group is not None and not roles.keys() >= set(fleet.worker_ids)):
-        return scheduler.schedule
-    asked.pop("group", None)
-    return scheduler.schedule_pair
+    return scheduler.schedule_pair if roles else scheduler.schedule
 
 
 def prefilling(fleet: Fleet, unusable: Collection[str]) -> list[str]:

@@ -674,7 +674,7 @@ class Router:
         asked: dict[str, Any] = {"request_id": request_id, "namespace": namespace, "max_new_tokens": max_new_tokens}
         if live is not None:
             asked |= {"session": live.session or None, "group": live.group}
-        schedule = pairs.schedule_for(self.scheduler, self.fleet, live, asked)
+        schedule = pairs.schedule_for(self.scheduler, self.fleet, live)
         try:
             # The scheduler's own "nobody" takes its shortest way.
             return schedule(token_ids, exclude=exclude or (), **asked)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .._placement.request_api import hashable
-from ..errors import CapacityExceeded, DuplicateRequest, InvalidInput, NoWorkers, PrebleError
+from ..errors import CapacityExceeded, DuplicateRequest, NoWorkers, PrebleError
 from ..types import BATCH, BOTH, INTERACTIVE, PREFILL, Claim, Priority, claim_of
 from .charges import Charges
 from .flow_control import FlowConfig, FlowControl, HeldRequest, Turn
@@ -120,7 +120,7 @@ class AdmissionQueue:
     Requests that are scheduled past this queue are not seen here, and what waits is underestimated by them.
     `workers_yield`: they are given each request's `priority`, and let others pass batch work as `LocalScheduler` does;
     then more of a flood may run there. `pairs`: requests are placed by `schedule_pair`, so `on_turn` is given its
-    decisions, and `group` is refused; a request waits for who would prefill it.
+    decisions; a request waits for who would prefill it.
     """
 
     def __init__(
@@ -169,8 +169,6 @@ class AdmissionQueue:
         nothing of it is kept. O(tenants that wait) where it has a deadline, else O(log of those that wait).
         """
         claim = claim_of(tenant, deadline_seconds, priority)
-        if self._pairs and asked.pop("group", None) is not None:
-            raise InvalidInput("group: samples of a set are not placed on pairs")
         if request_id is None:
             request_id = f"queued-{next(self._numbers)}"
         hashable("request_id", request_id)

@@ -178,8 +178,7 @@ class Simulation:
             self._asked(flight),
         )
         try:
-            if self._pairs is not None and asked["group"] is None:
-                del asked["group"]
+            if self._pairs is not None:
                 self._send_pair(flight, scheduler.schedule_pair(token_ids, **asked), token_ids)
                 return
             decision = scheduler.schedule(token_ids, **asked)

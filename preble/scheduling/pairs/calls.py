@@ -45,19 +45,21 @@ class PairCalls(RequestApi):
         tenant: str | None = None,
         deadline_seconds: float | None = None,
         priority: Priority | None = None,
+        group: Hashable = None,
     ) -> PairDecision:
         """As `schedule`, also on workers whose `WorkerSpec.role` is not "both", which `schedule` gives nothing: on one
         worker that does both, or its prefill on one and its decode on another, whichever costs less, transfer included.
         Returns what is booked; `finish` or `cancel` of the request's id ends both halves, `prefill_done` that of the
         prefill, and `first_token` says that the KV has come. A deadline, and batch work, are about who prefills.
-        Samples of a `group` are `schedule`'s. Raises as `schedule`. O(tokens + workers)."""
+        Samples of a `group` stay whole: they are `schedule`'s, unless nobody does both. Raises as `schedule`.
+        O(tokens + workers)."""
         from .placing import AskedPair, place_pair
 
         claim = None
         if tenant is not None or deadline_seconds is not None or priority is not None:
             claim = claim_of(tenant, deadline_seconds, priority)
         left_out = [*iterable("exclude", exclude)]
-        asked = AskedPair(token_ids, request_id, namespace, max_new_tokens, left_out, session, claim)
+        asked = AskedPair(token_ids, request_id, namespace, max_new_tokens, left_out, session, claim, group)
         with self._lock:
             return place_pair(self, self._pair_world(), asked)
 

@@ -73,9 +73,11 @@ class AskedPair:
     exclude: Sequence[str]
     session: SessionHint | None
     claim: Claim | None = None
+    group: Hashable = None
 
     def __post_init__(self) -> None:
         hashable("namespace", self.namespace)
+        hashable("group", self.group)
         hashable("request_id", self.request_id)
         output_limit(self.max_new_tokens)
         if self.session is not None:
@@ -116,6 +118,8 @@ def on_one(scheduler: PairBooking, asked: AskedPair, *prices: float, late: Seque
     """Place a request on one worker, and on none of `late`. Raises as `schedule`."""
     claim, exclude = asked.claim, [*asked.exclude, *late]
     asks: dict[str, Any] = {"exclude": exclude} if exclude else {}
+    if asked.group is not None:
+        asks["group"] = asked.group
     if claim is not None:
         asks |= {"tenant": claim.tenant, "deadline_seconds": claim.deadline_seconds, "priority": claim.priority}
     decision = scheduler.schedule(
@@ -155,6 +159,8 @@ class PairPlacing:
 
     def place(self, asked: AskedPair) -> PairDecision:
         """Choose and book. Raises as `schedule`; then nothing has changed."""
+        if asked.group is not None and BOTH in self._roles(asked).values():
+            return on_one(self._scheduler, asked)
         priced = self._priced(asked)
         if priced is None:
             return on_one(self._scheduler, asked)
@@ -185,20 +191,25 @@ class PairPlacing:
     def _priced(self, asked: AskedPair) -> tuple[int, float, list[tuple[HalfTerms, str]]] | None:
         """(prompt tokens, seconds observed, terms and role of each worker that is there); None where no pair is
         possible for a policy that is not E2. Raises UnknownWorker, InvalidTokens."""
-        left_out = set(asked.exclude)
-        for name in left_out:
-            self._core.index_of(name)  # UnknownWorker
-        left_out.update(self._world.draining)
-        there = [i for i, name in enumerate(self._core.names) if name is not None and name not in left_out]
-        roles = [self._pairs.roles.get(str(self._core.names[i]), BOTH) for i in there]
-        if self._world.policy is not None and (PREFILL not in roles or set(roles) == {PREFILL}):
+        roles = self._roles(asked)
+        found = set(roles.values())
+        if self._world.policy is not None and (PREFILL not in found or found == {PREFILL}):
             return None
         limit = output_limit(asked.max_new_tokens)
         of_session = asked.session is not None and names_session(asked.session)
         prompt, observed, rows = half_terms(
-            self._core, asked.token_ids, asked.namespace, limit, there, self._now, of_session
+            self._core, asked.token_ids, asked.namespace, limit, [*roles], self._now, of_session
         )
-        return prompt, observed, [(HalfTerms(*row), role) for row, role in zip(rows, roles, strict=True)]
+        return prompt, observed, [(HalfTerms(*row), role) for row, role in zip(rows, roles.values(), strict=True)]
+
+    def _roles(self, asked: AskedPair) -> dict[int, str]:
+        """The role of each worker that may be chosen, by index. Raises UnknownWorker."""
+        left_out = set(asked.exclude)
+        for name in left_out:
+            self._core.index_of(name)  # UnknownWorker
+        left_out.update(self._world.draining)
+        there = {i: name for i, name in enumerate(self._core.names) if name is not None and name not in left_out}
+        return {i: self._pairs.roles.get(str(name), BOTH) for i, name in there.items()}
 
     def _late(self, claim: Claim, priced: Sequence[tuple[HalfTerms, str]]) -> frozenset[int]:
         """Who would prefill it too late. Raises `Overloaded` where that is everybody."""

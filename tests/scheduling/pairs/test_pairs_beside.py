@@ -168,8 +168,6 @@ def test_a_queue_in_front_lets_pairs_wait_for_who_prefills() -> None:
     queue.check()
     assert [one.request_id for one in sent] == [0, 1, 2] and {one.prefill_worker for one in sent} == {"p"}
     assert queue.finish(0, output_tokens=5) and len(queue) == 2
-    with pytest.raises(InvalidInput, match="group"):
-        queue.offer(prompt(7), request_id="g", tenant="t", group="set")
     queue.check()
 
 
@@ -235,3 +233,37 @@ def test_a_half_of_another_router_s_that_ends_without_a_result_leaves_nothing(ha
         scheduler.remove_worker("b")
     scheduler.check()
     assert scheduler.stats()["live_requests"] == 0
+
+
+# --- samples of a set -------------------------------------------------------------------------------------------------
+
+
+def test_a_set_stays_whole_where_somebody_does_both() -> None:
+    scheduler, _ = fleet({"p": "prefill", "b": "both", "d": "decode"})
+    for n in range(3):  # so that a pair is cheaper than b
+        scheduler.schedule(prompt(n))
+    assert scheduler.schedule_pair(prompt(9)).prefill_worker == "p"
+    for _ in range(4):
+        found = scheduler.schedule_pair(prompt(10), group="set", tenant="t")
+        assert (found.worker, found.prefill_worker, found.reason) == ("b", None, "group")
+    assert scheduler.schedule_pair(prompt(11), group="set", exclude=["b"]).prefill_worker == "p", "b is not to be had"
+    with pytest.raises(InvalidInput, match="group must be hashable"):
+        scheduler.schedule_pair(prompt(10), group=[])  # type: ignore[arg-type]
+    scheduler.check()
+
+
+def test_where_nobody_does_both_a_set_s_prompt_is_computed_and_moved_once_until_another_place_is_cheaper() -> None:
+    roles = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
+    scheduler, _ = fleet(roles)
+    found = [scheduler.schedule_pair(prompt(0, 2000), group="set", max_new_tokens=500) for _ in range(48)]
+    first, last = found[:24], found[-1]
+    assert {(one.prefill_worker, one.worker) for one in first} == {("p0", "d0")}
+    assert [one.matched_tokens for one in first] == [0] + 23 * [1999] and first[0].moved_tokens == 2000
+    assert last.worker == "d1", "d0 has much to decode"
+    assert sum(one.moved_tokens > 16 for one in found) == 2, "the KV goes to either once"
+    scheduler.check()
+
+
+def test_where_all_do_both_a_group_is_schedule_s() -> None:
+    scheduler, _ = fleet({"a": "both", "b": "both"})
+    assert scheduler.schedule_pair(prompt(0), group="set").reason == "group"
