@@ -22,6 +22,7 @@ from preble.gateway.picker.messages import FULL_DUPLEX, ProcessingRequest, Proce
 from preble.gateway.picker.pick import Picker
 from preble.gateway.picker.server import PickerServer
 from preble.router.router import Router, RouterConfig
+from preble.transport.engine_servers.server_info import ServerOptions
 from tests.support.relay import ScriptedServer
 from tests.support.transport import assert_bookings_are_even, fast, until
 
@@ -113,6 +114,14 @@ def named(answer: Any) -> str:
     return value
 
 
+def set_headers(answer: Any) -> dict[str, str | None]:
+    """The headers that an answer sets, without the destination; None for those that it takes out."""
+    mutation = getattr(answer, answer.WhichOneof("one")).response.header_mutation
+    found = {one.header.key: one.header.raw_value.decode() for one in mutation.set_headers}
+    assert found.pop(DESTINATION) and not found.keys() & set(mutation.remove_headers)
+    return {**found, **dict.fromkeys(mutation.remove_headers, None)}
+
+
 def passed(answers: Iterable[Any], of: str = "request") -> bytes:
     """The body that goes on."""
     found = [one for one in answers if one.WhichOneof("one") == f"{of}_body"]
@@ -177,7 +186,9 @@ async def picking(
     for server in servers:
         if server.port == 0:
             await server.start()
-    router = Router([server.url for server in servers], policy=policy, config=router_config or fast())
+    said = [ServerOptions(role=server.role) if server.kind == "vllm" else ServerOptions() for server in servers]
+    addresses = [(server.url, options) for server, options in zip(servers, said, strict=True)]
+    router = Router(addresses, policy=policy, config=router_config or fast())
     await router.start(min_workers=len(servers))
     gateway = Gateway(router, None, GatewayConfig(**config), Metrics(time.monotonic))
     picker = Picker(gateway)

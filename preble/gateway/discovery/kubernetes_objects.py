@@ -4,7 +4,8 @@ annotations and labels are read; asks nobody.
 Of a pod, an annotation, else a label, `preble/NAME` says what a table of `servers` would: `model`, `rank`, `role`,
 `block-size`, `kv-capacity-tokens`, `events-topic`, `require-events`, and `cost-model`, which may name a preset but no
 file. `port`, `events-port` and `replay-port` are ports of the pod. None of them can name a secret. EndpointSlices have
-the labels of their Service; where pods are read, too, the pod's go first.
+the labels of their Service; where pods are read, too, the pod's go first. A pod that says no `preble/role` has the one
+that llm-d's label gives it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,18 @@ import msgspec
 from ..._cost import CostModel
 from ...errors import InvalidConfig
 from ...transport.engine_servers.server_info import ServerOptions
+from ...types import BOTH, DECODE, PREFILL
 from ..core.config_tables import DiscoveryTable, ServerTable, address_of, check_servers, options_of, server_at
 from .known_servers import FoundServer, PodName, Readiness
 from .source import FoundServers
 
 PREFIX = "preble/"
+LLMD_ROLE = "llm-d.ai/role"
+LLMD_ROLES = {
+    **dict.fromkeys(("prefill", "encode-prefill"), PREFILL),
+    **dict.fromkeys(("decode", "encode-decode"), DECODE),
+    **dict.fromkeys(("prefill-decode", "both", "encode-prefill-decode"), BOTH),
+}  # one that encodes only is no server
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 FIELDS = ("model", "rank", "role", "block-size", "kv-capacity-tokens", "events-topic", "require-events", "cost-model")
 PORTS = {"events-port": "events_endpoint", "replay-port": "replay_endpoint"}
@@ -48,7 +56,10 @@ class ObjectMeta(msgspec.Struct, rename="camel"):
     def said(self) -> tuple[tuple[str, str], ...]:
         """Its annotations and labels that are for us."""
         both = {**(self.labels or {}), **(self.annotations or {})}
-        return tuple(sorted((name[len(PREFIX) :], both[name]) for name in both if name.startswith(PREFIX)))
+        found = {name[len(PREFIX) :]: both[name] for name in both if name.startswith(PREFIX)}
+        if LLMD_ROLE in both:
+            found.setdefault("role", LLMD_ROLES.get(both[LLMD_ROLE], both[LLMD_ROLE]))
+        return tuple(sorted(found.items()))
 
 
 class ContainerPort(msgspec.Struct, rename="camel"):

@@ -8,12 +8,13 @@ is added or removed while the picker runs, by whomever, needs nothing more.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
 from ...errors import InvalidConfig
 from ...router.router import Router
+from ...types import BOTH, Role
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -50,18 +51,26 @@ class Destinations:
         self._refresh()
         return self._workers.get(destination, frozenset())
 
-    def others(self, chosen: str, exclude: Iterable[str], count: int) -> list[str]:
-        """At most `count` further destinations, those with the fewest requests first. O(workers)."""
+    def others(self, chosen: str, exclude: Iterable[str], count: int, roles: Collection[Role] = (BOTH,)) -> list[str]:
+        """At most `count` further destinations, of workers with these roles, those with the fewest requests first.
+        O(workers)."""
         if count <= 0:
             return []
         self._refresh()
         fleet, left_out = self._router.fleet, {*exclude, *self._router.fleet.unusable}
+        if fleet.server_roles:
+            left_out.update(name for name in fleet.worker_ids if fleet.server_roles.get(name, BOTH) not in roles)
         at: dict[str, int] = {}
         for name, ids in self._workers.items():
             usable = ids - left_out
             if usable and name not in ("", chosen):
                 at[name] = sum(fleet.worker(worker_id).relayed for worker_id in usable)
         return sorted(at, key=lambda name: (at[name], name))[:count]
+
+    def have_both(self, exclude: Collection[str]) -> bool:
+        """Whether a worker does both, prefill and decode, and is not in `exclude`. O(workers) where any does not."""
+        roles = self._router.fleet.server_roles
+        return not roles or any(name not in roles and name not in exclude for name in self._router.fleet.worker_ids)
 
     def _refresh(self) -> None:
         fleet = self._router.fleet

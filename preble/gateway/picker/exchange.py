@@ -17,7 +17,7 @@ A data plane that does not say which modes it uses is taken to use full duplex, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -178,9 +178,9 @@ class PickExchange:
         """The answer that names the server."""
         value = ",".join([pick.destination, *pick.further])
         body = pick.body if kind == "request_body" and pick.is_edited else None
-        if body is None and not pick.headers:
+        if body is None and not pick.headers and not pick.removed:
             return _naming_alone(kind, value)
-        return _naming(kind, value, pick.headers, body)
+        return _naming(kind, value, pick.headers, pick.removed, body)
 
     # --- the answer ---------------------------------------------------------------------------------------------------
 
@@ -225,14 +225,16 @@ class PickExchange:
         return body_parts(kind, part, end=end) if part or end else []
 
 
-def _naming(kind: str, value: str, headers: Mapping[str, str], body: bytes | None) -> bytes:
-    """An answer of this kind that names servers, sets headers, and puts another body in place of what came."""
+def _naming(kind: str, value: str, headers: Mapping[str, str], removed: Iterable[str], body: bytes | None) -> bytes:
+    """An answer of this kind that names servers, sets and removes headers, and puts another body in place of what
+    came."""
     answer = ProcessingResponse()
     common = getattr(answer, kind).response
     common.clear_route_cache = True
     set_field(common.header_mutation, DESTINATION, value)
     for name, text in headers.items():
         set_field(common.header_mutation, name, text)
+    common.header_mutation.remove_headers.extend(removed)
     if body is not None:
         common.body_mutation.body = body
         set_field(common.header_mutation, "content-length", str(len(body)))
@@ -244,7 +246,7 @@ def _naming(kind: str, value: str, headers: Mapping[str, str], body: bytes | Non
 @lru_cache(1024)
 def _naming_alone(kind: str, value: str) -> bytes:
     """One that does nothing else, of which there are as many as servers."""
-    return _naming(kind, value, {}, None)
+    return _naming(kind, value, {}, (), None)
 
 
 _HANDLERS: dict[int, Callable[[PickExchange, Said], Answers]] = {

@@ -5,16 +5,22 @@ The same parts do the work as where the gateway relays: keys by tokens or by tex
 of usage. But the data plane sends the request: until it says how the server answers, the booking stands; when it ends
 the exchange before the answer has ended, the booking is given back. A server that cannot be reached is the data plane's
 to retry, at the further destinations that it was given.
+
+Of two servers that share a request the one that decodes is its destination, and the other is named to the proxy beside
+that one, as llm-d's have it (`PREFILLER_HEADER`): it sends the prompt there first. What cannot be shared goes to who
+does both or, where nobody does, as a whole to one that decodes, unbooked.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 from ...errors import PrebleError, TransportError
 from ...router.placement import Placement
 from ...transport.engine_servers.http_client import TRACE_HEADERS
+from ...types import BOTH, DECODE
 from ..core.byte_budget import ByteShare
 from ..core.gateway import Gateway
 from ..core.header_fields import HeaderFields
@@ -27,6 +33,7 @@ from ..core.sessions import HINT_HEADERS, hint_of_headers
 from ..relay.body import RelayedBody
 from ..relay.endpoints import ENDPOINTS, POSTS, Endpoint
 from ..relay.learned import Learned, changes_for, looked_over
+from ..relay.pairs import SGLANG, is_separable
 from ..relay.progress import RelayProgress, tokens_seen
 from ..relay.routing_key import RoutingKey
 from ..relay.usage import UsageReader, usage_reader
@@ -39,6 +46,11 @@ FAILED = frozenset({502, 503, 504})  # the server, or the way to it; it is asked
 MODEL_HEADER = "x-gateway-model-name"  # set by who reads bodies before us, where none is sent here
 FAIRNESS_HEADER = "x-gateway-inference-fairness-id"  # whose request it is
 _MORE_HEADERS = OWN_HEADERS | HINT_HEADERS | {FAIRNESS_HEADER.encode()}
+PREFILLER_HEADER = "x-prefiller-host-port"  # where the prompt is prefilled
+_PROXY_HEADERS = (PREFILLER_HEADER, "x-encoder-hosts-ports")  # what that proxy obeys: never a client's word
+_PROXY_NAMES = frozenset(name.encode() for name in _PROXY_HEADERS)
+_SHARED = frozenset({"chat", "completions"})  # kinds that the proxy sends to both
+MANY = 1 << 31
 _CLOSING_EVENTS = 2  # of a stream behind its last token: the choice's end, and the stream's
 _BY_ID = {tuple(one.path.split("{id}")): one for one in ENDPOINTS if one.by_id}
 
@@ -50,17 +62,20 @@ class Picker(Learned):
         super().__init__(gateway)
         self.destinations = Destinations(gateway.router)
         self.turns = PlacingTurns()
+        self.next_whole = itertools.count().__next__  # numbers requests that go to those that decode, as a whole
 
 
 class Pick:
     """One request. After `place`: `destination` is where it goes, `further` where it may go then, `headers` are to be
-    set in it, `body` is what goes on of it, and `is_edited` whether that is another body than came."""
+    set in it and `removed` ones taken out, `body` is what goes on of it, and `is_edited` whether that is another body
+    than came."""
 
     def __init__(self, picker: Picker, fields: Fields, plain: PlainParts) -> None:
         self.plain = plain
         self.destination = ""
         self.further: list[str] = []
         self.headers: dict[str, str] = {}
+        self.removed: list[str] = []
         self.body = b""
         self.is_edited = False
         gateway = self._gateway = picker.gateway
@@ -85,6 +100,7 @@ class Pick:
         self._key: RoutingKey
         self._read: RelayedBody
         self._removes_usage = False
+        self._is_separable = False
 
     # --- the request --------------------------------------------------------------------------------------------------
 
@@ -114,10 +130,40 @@ class Pick:
         keeper = self._picker.pinned.get(self._answer_id or body.previous_response_id)
         exclude = self._picker.all_but(keeper, served.exclude | self._picker.destinations.outside(allowed))
         self._progress = RelayProgress(gateway, context, key)
+        self._is_separable = self._endpoint.kind in _SHARED and is_separable(body, self._endpoint, served.engine)
+        if self._headers.has_any(_PROXY_NAMES):
+            self.removed += [name for name in _PROXY_HEADERS if name in self._headers]
+        if self._goes_whole(served, exclude):
+            self.body = data or b""
+            return
         placement = self._placement = await self._placed(exclude)
         self.destination = self._picker.destinations.of(placement.url)
-        self.further = self._picker.destinations.others(self.destination, exclude, gateway.config.picker_fallbacks)
+        self._name_others(placement, exclude)
         self._edit(data or b"", served, may_edit=may_edit, may_remove=may_remove)
+
+    def _goes_whole(self, served: ServedModel, exclude: frozenset[str]) -> bool:
+        """Where nobody does both, send what cannot be shared to a server that decodes, if one is there that can prefill
+        as well: SGLang's do not."""
+        destinations = self._picker.destinations
+        if self._is_separable or (served.engine == SGLANG and self._endpoint.generates):
+            return False
+        if destinations.have_both(exclude):
+            return False
+        found = destinations.others("", exclude, MANY, (DECODE,))
+        if found:
+            self.destination = found[self._picker.next_whole() % len(found)]
+        return bool(found)
+
+    def _name_others(self, placement: Placement, exclude: frozenset[str]) -> None:
+        """The server that prefills, if another one does, and where the request may go beside its first destination."""
+        destinations, prefill = self._picker.destinations, placement.prefill
+        count = self._gateway.config.picker_fallbacks
+        if prefill is None:
+            self.further = destinations.others(self.destination, exclude, count)
+            return
+        self.headers[PREFILLER_HEADER] = destinations.of(prefill.url)
+        self.removed = [name for name in self.removed if name != PREFILLER_HEADER]
+        self.further = destinations.others(self.destination, exclude | {prefill.worker}, count, (BOTH, DECODE))
 
     def _admit(self) -> None:
         gateway = self._gateway
@@ -147,7 +193,9 @@ class Pick:
         return models.find(name) or ServedModel("")
 
     async def _placed(self, exclude: frozenset[str]) -> Placement:
-        placement = await self._picker.place(self._context, self._read, self._key, exclude, client=self._client)
+        placement = await self._picker.place(
+            self._context, self._read, self._key, exclude, client=self._client, separable=self._is_separable
+        )
         if placement.timer is not None:  # it is on its way, and nobody here can call it back
             placement.timer.cancel()
             placement.timer = None
@@ -157,9 +205,11 @@ class Pick:
         """What its server is to be sent beside what came: the rank, its own name of the model, the wish for usage."""
         placement, body = self._placement, self._read
         assert placement is not None, "it is placed"
-        if placement.rank is not None:
-            self.headers["x-data-parallel-rank"] = str(placement.rank)
         changes = changes_for(placement, body, served, placement.worker_claim)
+        if placement.prefill is not None:  # the proxy would send it to both servers
+            changes.pop("routed_dp_rank", None)
+        elif placement.rank is not None:
+            self.headers["x-data-parallel-rank"] = str(placement.rank)
         if may_remove:
             changes |= body.usage_changes()
         self.is_edited = bool(changes) and may_edit and bool(body.fields)
@@ -185,10 +235,16 @@ class Pick:
         placement = self._placement
         if placement is None or not ids or placement.worker in ids:
             return
+        prefill = placement.prefill
+        there = ids if prefill is None else ids | {prefill.worker}
         placement.cancel()
         self._placement = None
         with contextlib.suppress(PrebleError):  # then it runs there without a booking
-            self._placement = await self._placed(frozenset(self._gateway.router.fleet.worker_ids) - ids)
+            placement = await self._placed(frozenset(self._gateway.router.fleet.worker_ids) - there)
+            if placement.worker in ids:
+                self._placement = placement
+            else:
+                placement.cancel()
 
     def answered(self, fields: Fields) -> None:
         """The answer's head is here."""

@@ -129,3 +129,27 @@ def test_with_a_selector_beside_the_service_pods_annotate_its_endpoints_and_choo
 def test_workers_of_our_own_are_found_by_their_scheme() -> None:
     (server,) = of_pods(pod("a", "10.0.0.1", 5601), scheme="tcp").servers.values()
     assert (server.address, server.options) == ("tcp://10.0.0.1:5601", None)
+
+
+@pytest.mark.parametrize(
+    ("label", "role"),
+    [
+        *(("prefill", "prefill"), ("encode-prefill", "prefill"), ("decode", "decode"), ("encode-decode", "decode")),
+        *(("prefill-decode", ""), ("both", ""), ("encode-prefill-decode", "")),
+    ],
+)
+def test_a_pod_s_role_is_that_of_llm_d_s_label(label: str, role: str) -> None:
+    found = of_pods(pod("a", "10.0.0.1", labels={"llm-d.ai/role": label}))
+    (server,) = found.servers.values()
+    assert server.options is not None and server.options.role == (role or "both") and not found.unusable
+
+
+def test_our_own_word_on_a_role_goes_before_llm_d_s_label() -> None:
+    said = {"labels": {"llm-d.ai/role": "decode"}, "annotations": {"preble/role": "both"}}
+    (server,) = of_pods(pod("a", "10.0.0.1", **said)).servers.values()
+    assert server.options is not None and server.options.role == "both"
+
+
+def test_a_pod_that_encodes_only_is_no_server() -> None:
+    found = of_pods(pod("a", "10.0.0.1", labels={"llm-d.ai/role": "encode"}), pod("b", "10.0.0.2"))
+    assert set(found.servers) == {"http://10.0.0.2:8000"} and "role" in found.unusable["a"]
