@@ -18,7 +18,7 @@ from preble.gateway.picker.messages import (
 )
 from tests.stress import picker_aborts
 from tests.stress.picker_aborts import channel, process
-from tests.support.picker import BODY, body, named, passed, picking, request_headers, response_headers
+from tests.support.picker import BODY, body, named, passed, picking, request_headers, response_headers, set_headers
 from tests.support.relay import ScriptedServer, chat_answer
 from tests.support.transport import asynchronous, until
 
@@ -53,6 +53,25 @@ async def test_an_exchange_from_end_to_end() -> None:
         await call.write(body(BODY[10:]))
         answers = await read(call, 2)
         assert named(answers[0]) == plane.servers[0].worker and passed(answers) == BODY
+        await call.write(response_headers())
+        await call.write(body(answer, of="response"))
+        assert passed(await read(call, 2), "response") == answer
+        await call.done_writing()
+        assert await call.read() is aio.EOF and await call.code() is grpc.StatusCode.OK
+        await plane.settled()
+
+
+@asynchronous
+async def test_a_request_that_two_servers_share_from_end_to_end() -> None:
+    answer = str(chat_answer()).encode()
+    first, second = ScriptedServer(role="prefill"), ScriptedServer(role="decode")
+    async with picking(first, second) as plane, channel(plane) as connection:
+        call = process(connection)
+        await call.write(request_headers())
+        await call.write(body(BODY))
+        answers = await read(call, 2)
+        assert named(answers[0]) == second.worker and passed(answers) == BODY
+        assert set_headers(answers[0]) == {"x-prefiller-host-port": first.worker}
         await call.write(response_headers())
         await call.write(body(answer, of="response"))
         assert passed(await read(call, 2), "response") == answer
