@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ...router.placement import Placement, PrefillPlace
+from ...transport.engine_servers.server_info import EnginePriorities
 from ...types import BATCH, Claim
 from ..api.http import off_loop
 from ..core.header_fields import HeaderFields
@@ -109,16 +110,26 @@ def changes_for(
     placement: Placement | PrefillPlace, body: RelayedBody, served: ServedModel, claim: Claim | None
 ) -> dict[str, bytes]:
     """What is edited into a body on its way to its server: the rank, as SGLang wants it, the server's own name of the
-    model, and the priority that its class has there. `claim`: what its worker is given of it. A client's own priority
-    stays, but that of work which is to come later."""
+    model, and the priority of `priority_for`. `claim`: what its worker is given of it."""
     changes: dict[str, bytes] = {}
-    priority = placement.info.priorities.of(claim)
-    if priority is not None and body.endpoint.kind in WITH_PRIORITY:
-        is_batch = claim is not None and claim.priority == BATCH
-        if is_batch or not body.given("priority"):
-            changes["priority"] = b"%d" % priority
+    priority = priority_for(placement.info.priorities, body, claim)
+    if priority is not None:
+        changes["priority"] = b"%d" % priority
     if placement.rank is not None and placement.info.engine == "sglang" and body.endpoint.generates:
         changes["routed_dp_rank"] = b"%d" % placement.rank
     if served.sent_name is not None and "model" in body.fields:
         changes["model"] = msgspec.json.encode(served.sent_name)
     return changes
+
+
+def priority_for(priorities: EnginePriorities, body: RelayedBody, claim: Claim | None) -> int | None:
+    """What a body is to have as `priority`; None: as it came. A client's own stays where nobody has a share. That of a
+    tenant, or of batch work, may only be later than its class: it orders a tenant's requests among each other, and puts
+    them before nobody else's."""
+    if body.endpoint.kind not in WITH_PRIORITY:
+        return None
+    if not body.given("priority"):
+        return priorities.of(claim)
+    if claim is None or not (claim.tenant or claim.priority == BATCH):
+        return None
+    return priorities.capped(claim, body.small("priority"))

@@ -106,16 +106,26 @@ class ServedName:
 
 @dataclass(frozen=True, slots=True)
 class EnginePriorities:
-    """The engine's own `priority` of requests of each class; None: it is sent none. Of two, vLLM serves the lower one
-    first, SGLang the higher one unless --schedule-low-priority-values-first. They differ by 1, at which SGLang preempts
-    nobody unless its operator says so (--priority-scheduling-preemption-threshold)."""
+    """The engine's own `priority` of requests of each class; None: it is sent none, which counts as `unsaid` there. Of
+    two, vLLM serves the lower one first, SGLang the higher one unless --schedule-low-priority-values-first. They differ
+    by 1, at which SGLang preempts nobody unless its operator says so (--priority-scheduling-preemption-threshold)."""
 
     interactive: int | None = None
     batch: int | None = None
+    unsaid: int = 0
 
     def of(self, claim: Claim | None) -> int | None:
         """For a request with such a claim."""
         return self.batch if claim is not None and claim.priority == BATCH else self.interactive
+
+    def capped(self, claim: Claim, given: Any) -> int | None:
+        """For one whose client gave a priority itself: that, where it is an integer and no earlier than what its class
+        has; else what its class has. None: the server is not known to serve by it."""
+        if self.batch is None:
+            return None
+        usual = self.unsaid if self.interactive is None else self.interactive
+        own = self.batch if claim.priority == BATCH else usual
+        return given if type(given) is int and (given - own) * (self.batch - usual) > 0 else own
 
 
 _NO_PRIORITIES = EnginePriorities()
@@ -205,7 +215,7 @@ def _sglang_priorities(answer: Mapping[str, Any], options: ServerOptions) -> Eng
     usual, later = answer.get("default_priority_value"), 1 if answer.get("schedule_low_priority_values_first") else -1
     if type(usual) is not int:
         return EnginePriorities(0, later)
-    return EnginePriorities(None, min(max(usual + later, -_INT63 - 1), _INT63))
+    return EnginePriorities(None, min(max(usual + later, -_INT63 - 1), _INT63), usual)
 
 
 def _sglang_role(answer: Mapping[str, Any]) -> Role:

@@ -110,7 +110,37 @@ async def test_what_a_tenant_wants_beyond_its_share_comes_later_at_its_server() 
         opened.set()
         assert [status for status, _, _ in await asyncio.gather(*asked)] == [200] * 6
         sent = [call.json["priority"] for call in server.calls]
-        assert (sent[0], sent[1], sent[4], sent[5]) == (0, 100, -1, 0), "the fourth is beyond its share"
+        assert (sent[0], sent[1], sent[4], sent[5]) == (0, 0, -1, 0), "the fourth is beyond its share"
+        await front.settled()
+
+
+# what the server says of itself, and (given, sent) of interactive requests and of batch work of a tenant
+CAPPED: list[tuple[str, dict[str, Any], ServerOptions | None, list[tuple[Any, Any]], list[tuple[Any, Any]]]] = [
+    ("sglang", BY_PRIORITY, None, [(100, 0), (0, 0), (-1, -1), (-7, -7)], [(100, -1), (0, -1), (-7, -7)]),
+    ("sglang", LOWER_FIRST, None, [(-100, 0), (7, 7)], [(-100, 1), (7, 7)]),
+    ("sglang", {**BY_PRIORITY, "default_priority_value": 5}, None, [(6, 5), (5, 5), (2, 2)], [(6, 4), (2, 2)]),
+    ("vllm", {}, ON, [(-100, 0), (0, 0), (7, 7), ("-100", 0), (-100.0, 0), (True, 0)], [(-100, 1), (7, 7)]),
+    ("vllm", {}, None, [(-100, -100)], [(-100, -100)]),
+]
+
+
+@pytest.mark.parametrize(("kind", "says", "options", "interactive", "batch"), CAPPED)
+@asynchronous
+async def test_a_tenant_s_own_priority_never_puts_its_requests_before_those_of_others(
+    kind: str,
+    says: dict[str, Any],
+    options: ServerOptions | None,
+    interactive: list[tuple[Any, Any]],
+    batch: list[tuple[Any, Any]],
+) -> None:
+    server = ScriptedServer(whole, kind=kind, more=says)
+    keys = [KeyTable(key="one-key", name="one", weight=1.0)]
+    async with serving(server, options=options, keys=keys) as front:
+        for headers, pairs in (({}, interactive), (AS_BATCH, batch)):
+            for given, sent in pairs:
+                named = {"authorization": "Bearer one-key", **headers}
+                assert (await front.post(CHAT, {**BODY, "priority": given}, named))[0] == 200
+                assert server.calls[-1].json == {**BODY, "priority": sent}, (given, headers)
         await front.settled()
 
 
@@ -138,7 +168,8 @@ def test_what_a_server_says_of_priorities_is_read_and_the_operator_may_say_no() 
     assert of() == of(enable_priority_scheduling="yes") == of(OFF, **BY_PRIORITY) == EnginePriorities()
     assert of(**BY_PRIORITY) == EnginePriorities(0, -1)
     lowest, highest = -(2**63), 2**63 - 1
-    assert of(**{**BY_PRIORITY, "default_priority_value": lowest}).batch == lowest, "more is refused by SGLang"
+    at_the_end = of(**{**BY_PRIORITY, "default_priority_value": lowest})
+    assert at_the_end.batch == lowest == at_the_end.capped(Claim(), 0), "more is refused by SGLang"
     assert of(**{**LOWER_FIRST, "default_priority_value": highest}).batch == highest
     options = options_of(ServerTable(url="http://a:1", by_priority=True, block_size=4, kv_capacity_tokens=100))
     assert vllm_info("http://a:1", {"data": [{"id": "m"}]}, "", {}, "", options).priorities.of(None) is None
