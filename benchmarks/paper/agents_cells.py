@@ -9,7 +9,8 @@ sessions   `LIVE` coding-agent sessions a worker at all times, in closed loop, p
 crowds     the same with `CROWD` live sessions a worker, so that work limits the turns, and not pauses.
 flood      `TENANTS` tenants with tools of their own and equal rates, together at `share` of saturation; from
            `FLOOD_SECONDS` on one of them sends ten times as much. Beside it the same without the flood.
-deadlines  tools at `share` times saturation; a first token is of use for `DEADLINE_SECONDS`.
+deadlines  tools at `share` times the saturation of the contest's fleet, in proportion to the workers; a first token is
+           of use for `DEADLINE_SECONDS`.
 samples    groups of `SAMPLES` samples of one prompt, all at once: `GROUPS` on `GROUPS_WORKERS` workers. E2 is told the
            groups, and once it is not; one placement knows every answer's length, to show what that would be worth.
 
@@ -29,9 +30,17 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.paper.cells import Store, rounded
-from benchmarks.paper.contest_cells import DATA, FLEET, ContestCell, arriving, local_config, saturation, warm_requests
+from benchmarks.paper.contest_cells import (
+    DATA,
+    FLEET,
+    ContestCell,
+    Rates,
+    arriving,
+    local_config,
+    saturation,
+    warm_requests,
+)
 from preble import CostModel, Policy, sim
-from preble.errors import InvalidInput
 from preble.policies.base import RequestView, WorkersView
 from preble.policies.known import by_rendezvous, hashed
 from preble.scheduling.flow_control import FlowConfig
@@ -289,22 +298,28 @@ def run_sessions(cell: AgentCell, _: Store) -> dict[str, Any]:
 def session_figures(result: sim.Result) -> dict[str, float]:
     """Of the turns sent after the warm-up. Who has no first token when the run is broken off has waited until then."""
     sent = result.arrival_seconds > WARM_SECONDS
-    waited = np.where(np.isnan(result.ttft_seconds), END_SECONDS - result.arrival_seconds, result.ttft_seconds)[sent]
-    took = np.where(np.isnan(result.latency_seconds), END_SECONDS - result.arrival_seconds, result.latency_seconds)[
-        sent
-    ]
     admitted = sent & (result.cached_tokens >= 0)
     return rounded({
         "turns_per_hour": turns_per_hour(result, WARM_SECONDS, END_SECONDS),
         "turns_from_start": int((result.outcome == sim.results.FINISHED).sum()),
-        "mean_ttft_seconds": float(waited.mean()),
-        "p99_ttft_seconds": float(np.percentile(waited, 99)),
-        "mean_latency_seconds": float(took.mean()),
-        "p99_latency_seconds": float(np.percentile(took, 99)),
+        **times(result, sent, END_SECONDS),
         "hit_fraction": float(result.cached_tokens[admitted].sum() / result.prompt_tokens[admitted].sum()),
         "busy": float(result.busy_seconds.mean() / END_SECONDS),
         "refused": int((result.outcome == sim.results.REFUSED).sum()),
     })  # fmt: skip
+
+
+def times(result: sim.Result, own: npt.NDArray[np.bool_], until_seconds: float | None = None) -> dict[str, float]:
+    """Mean and p99 of TTFT and of latency of these requests. Who waits has waited until then; None: who was not
+    answered, for it was refused, is left out."""
+    figures = {}
+    for name, seconds in (("ttft", result.ttft_seconds), ("latency", result.latency_seconds)):
+        taken = seconds[own]
+        if until_seconds is not None:
+            taken = np.where(np.isnan(taken), until_seconds - result.arrival_seconds[own], taken)
+        figures[f"mean_{name}_seconds"] = float(np.nanmean(taken))
+        figures[f"p99_{name}_seconds"] = float(np.nanpercentile(taken, 99))
+    return figures
 
 
 def run_flood(cell: AgentCell, store: Store) -> dict[str, Any]:
@@ -317,30 +332,30 @@ def run_flood(cell: AgentCell, store: Store) -> dict[str, Any]:
     calm, flooded = (
         tenant_arrivals(made, rates, TENANTS_SECONDS, cell.seed, floods) for floods in ((), (flood,))
     )  # fmt: skip
+    others, others_calm = (np.array([request.tenant != flooder for request in one.requests]) for one in (flooded, calm))
     runs = {}
     for name in POLICIES["flood"]:
         config = config_of(cell, *flow_of(name), until_seconds=TENANTS_SECONDS)
         before, during = (sim.simulate(workload, config) for workload in (calm, flooded))
-        runs[name] = rounded({
-            "others_p99_calm": others_p99(before, calm, flooder),
-            "others_p99_flooded": others_p99(during, flooded, flooder),
+        figures = {
+            **{f"calm_{key}": value for key, value in flood_times(before, others_calm).items()},
+            **{f"others_{key}": value for key, value in flood_times(during, others).items()},
+            **{f"flood_{key}": value for key, value in flood_times(during, ~others).items()},
             "hit_fraction": hits(during),
-            "others_hit_fraction": hits(during, np.array([one.tenant != flooder for one in flooded.requests])),
-            "flood_hit_fraction": hits(during, np.array([one.tenant == flooder for one in flooded.requests])),
+            "others_hit_fraction": hits(during, others),
+            "flood_hit_fraction": hits(during, ~others),
             "same_mix_hit_fraction": hits_as_asked(during, flooded),
             "served_fraction": float(np.mean(during.outcome == sim.results.FINISHED)),
             "jain": jain_of(during, flooded),
-        })  # fmt: skip
-        runs[name]["others_p99_ratio"] = runs[name]["others_p99_flooded"] / runs[name]["others_p99_calm"]
+        }
+        figures["others_p99_ratio"] = figures["others_p99_ttft_seconds"] / figures["calm_p99_ttft_seconds"]
+        runs[name] = rounded(figures)
     return {"runs": runs}
 
 
-def others_p99(result: sim.Result, workload: Workload, flooder: str) -> float:
-    """p99 of the TTFT of the other tenants' requests that came while it may have flooded; open waits count so far."""
-    own = np.array([request.tenant != flooder for request in workload.requests])
-    counted = own & (result.arrival_seconds >= FLOOD_SECONDS)
-    waits = np.where(np.isnan(result.ttft_seconds), TENANTS_SECONDS - result.arrival_seconds, result.ttft_seconds)
-    return float(np.percentile(waits[counted], 99))
+def flood_times(result: sim.Result, own: npt.NDArray[np.bool_]) -> dict[str, float]:
+    """Of those that came while a tenant may have flooded; open waits count so far."""
+    return times(result, own & (result.arrival_seconds >= FLOOD_SECONDS), TENANTS_SECONDS)
 
 
 def hits(result: sim.Result, own: npt.NDArray[np.bool_] | None = None) -> float:
@@ -375,9 +390,8 @@ def jain_of(result: sim.Result, workload: Workload) -> float:
 
 def run_deadlines(cell: AgentCell, store: Store) -> dict[str, Any]:
     """Goodput by rule of an overloaded fleet, and what the bound allows."""
-    if cell.workers != FLEET.workers:
-        raise InvalidInput(f"workers must be {FLEET.workers}, of which saturation is known")
-    rates = saturation(ContestCell(DEADLINE_WORKLOAD, cell.share, cell.seed, 1.0, ()), store)
+    whole = saturation(ContestCell(DEADLINE_WORKLOAD, cell.share, cell.seed, 1.0, ()), store)
+    rates = Rates(*(rps * cell.workers / FLEET.workers for rps in whole))
     made = arriving(DEADLINE_WORKLOAD, cell.seed, 1.0, rates, cell.share)
     requests = [replace(request, deadline_seconds=DEADLINE_SECONDS) for request in made.requests]
     warm = warm_requests(len(requests))
@@ -395,7 +409,8 @@ def run_deadlines(cell: AgentCell, store: Store) -> dict[str, Any]:
         runs[name] = rounded({
             "goodput": within_deadlines(result, counted),
             "of_bound": within_deadlines(result, counted) / bounds.goodput(DEADLINE_SECONDS),
-            "p99_ttft_seconds": float(np.nanpercentile(result.ttft_seconds[bounds.counted], 99)),
+            "refused_fraction": float(np.mean(result.outcome[bounds.counted] == sim.results.REFUSED)),
+            **times(result, bounds.counted),
             "hit_fraction": hits(result),
         })  # fmt: skip
     return {"runs": runs, "bound": bounds.goodput(DEADLINE_SECONDS)}
@@ -421,8 +436,7 @@ def run_samples(cell: AgentCell, _: Store) -> dict[str, Any]:
             "of_bound": makespan(result) / bounds.max_latency_seconds,
             "of_even": makespan(result) / even,
             "mean_group_seconds": float(np.mean(list(group_makespans(result, workload.requests).values()))),
-            "mean_ttft_seconds": float(result.ttft_seconds.mean()),
-            "mean_latency_seconds": float(result.latency_seconds.mean()),
+            **times(result, np.ones(len(workload), np.bool_)),
             "hit_fraction": hits(result),
             "load_spread": float(result.busy_seconds.max() / result.busy_seconds.mean()),
         })  # fmt: skip

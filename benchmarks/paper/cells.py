@@ -82,7 +82,8 @@ def sources_digest(module: str) -> str:
     digest = hashlib.sha256()
     package = Path(preble.__file__).parent
     paths = [path for kind in ("*.py", "*.pyx", "*.pxd") for path in package.rglob(kind)]
-    for path in sorted({*paths, HERE / "setups.py", HERE / "cells.py", Path(str(sys.modules[module].__file__))}):
+    shared = {HERE / f"{name}.py" for name in ("setups", "cells", "contest_cells")}
+    for path in sorted({*paths, *shared, Path(str(sys.modules[module].__file__))}):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,26 @@ def test_a_cell_measures_the_same_again(kind: str, tmp_path: Path) -> None:
     for figures in first["runs"].values():
         assert not any(math.isnan(value) for value in figures.values())
         assert 0.0 < figures["hit_fraction"] < 1.0
+
+
+def test_who_waits_when_a_run_is_broken_off_has_waited_and_who_was_refused_has_no_times() -> None:
+    result: Any = SimpleNamespace(
+        arrival_seconds=np.array([0.0, 1.0, 2.0, 3.0]),
+        ttft_seconds=np.array([1.0, np.nan, 2.0, 9.0]),
+        latency_seconds=np.array([3.0, np.nan, np.nan, 9.0]),
+    )
+    own = np.array([True, True, True, False])
+    assert agents_cells.times(result, own)["mean_ttft_seconds"] == pytest.approx(1.5)
+    open_ones = agents_cells.times(result, own, 11.0)
+    assert open_ones["mean_ttft_seconds"] == pytest.approx((1.0 + 10.0 + 2.0) / 3)
+    assert open_ones["mean_latency_seconds"] == pytest.approx((3.0 + 10.0 + 9.0) / 3)
+    assert open_ones["p99_ttft_seconds"] == pytest.approx(np.percentile([1.0, 10.0, 2.0], 99))
+
+
+def test_the_bar_of_goodput_is_of_the_fleet_whose_saturation_is_known() -> None:
+    runs = {"runs": {policy: {"of_bound": 0.8} for policy in POLICIES["deadlines"]}}
+    cells = {AgentCell("deadlines", workers, share, 0): runs for workers in (2, 4) for share in (1.2, 0.1)}
+    assert [bar.value for bar in agents.bars_of(cells)] == pytest.approx([0.8, 0.8]), "ours, and that evict by use"
 
 
 def test_affinity_that_is_told_sessions_keeps_a_sub_agent_with_its_session() -> None:
