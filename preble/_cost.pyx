@@ -533,10 +533,10 @@ cdef class LoadTracker:
             if self.workers[i].used:
                 self.publish(i)
 
-    cdef double pressure(self, double longest) noexcept nogil:
-        """kappa: seconds that others wait for each second of work, rho / (1 - rho), from the mean load rho; 2 at most:
-        more would keep hot prefixes where they are for too long."""
-        cdef double rho = load_double(&self.fleet_load) / (longest * max(load32(&self.used), 1))
+    cdef double pressure(self, double load_seconds, uint32_t workers, double longest) noexcept nogil:
+        """kappa: seconds that others wait for each second of work, rho / (1 - rho), from the mean load rho of so many
+        workers with so much assigned; 2 at most: more would keep hot prefixes where they are for too long."""
+        cdef double rho = load_seconds / (longest * max(workers, 1))
         return min(PRESSURE_MAX, max(rho, 0.0) / (1.0 - min(rho, 0.9)))
 
     cdef double longest_observed(self, double now) noexcept nogil:

@@ -51,7 +51,6 @@ cdef class DecisionCore(E2):
     cdef readonly dict leases    # request key (`find_key`) -> lease key, or PENDING
     cdef readonly uint32_t live_max
     cdef readonly TimingSamples timings  # what the workers' speed is known by; None: nobody wants to know
-    cdef readonly uint32_t eligible_workers
     cdef uint64_t turnover       # +1 whenever a worker may take other requests than before
     cdef readonly dict left_out  # workers left out of the decision being made, by index: which requests they take else
     cdef public int64_t late_calls               # about requests that were not live

@@ -69,6 +69,13 @@ cdef struct Placement:           # a prompt to be placed
     uint32_t root_generation
     Walk walk
 
+cdef struct Outstanding:         # of some workers together
+    uint32_t workers
+    double ahead                 # Q - D; of the fleet Q
+    double live_requests
+    double prompt_tokens         # of these
+    double load                  # L; of the fleet only
+
 cdef struct Prices:              # what is the same for all workers in one decision
     double now
     double longest               # seconds that the oldest worker has been observed
@@ -76,19 +83,13 @@ cdef struct Prices:              # what is the same for all workers in one decis
     double output_tokens         # o
     double evicted_uses          # 2 h
     bint some_below              # host memory or a disk is behind some worker's GPU memory
-    double mean_queue            # W
+    Outstanding fleet            # of the workers that take requests; W is its mean
     double passed                # of what is ahead, by share of the prompt that is cached
     uint32_t home                # of a known prefix that nobody holds: whose cache it was in last; NONE: it has none
     uint32_t alike               # the last worker weighed had this cost model and held so much:
     uint32_t usable
     double prefill               # P of such a worker
     double context_seconds       # 0.3 o b of such a worker
-
-cdef struct Outstanding:         # of some workers together
-    uint32_t workers
-    double ahead                 # Q - D; of all workers Q
-    double live_requests
-    double prompt_tokens         # of these
 
 cdef struct Choice:
     uint32_t worker              # NONE: nobody may take it
@@ -122,6 +123,7 @@ cdef class E2:
     cdef double[MEDIA] stated_rates
     cdef double exploit_ratio
     cdef double unseen_seconds   # of other routers' work that a decision reckons with
+    cdef readonly uint32_t eligible_workers      # that take any request
     cdef Apart apart             # readers look at what is above
     cdef Scratch scratch         # the writer's
     cdef int grow(self, uint32_t room) except -1
@@ -133,6 +135,7 @@ cdef class E2:
     cdef void discount(self, Scratch* s) noexcept nogil
     cdef void look_for_away(self, Scratch* s, const Placement* request) noexcept nogil
     cdef uint32_t gather(self, Scratch* s, const Placement* request) noexcept nogil
+    cdef Outstanding of_fleet(self) noexcept nogil
     cdef bint goes_on(self, const Placement* request) noexcept nogil
     cdef uint32_t home_of(self, const Scratch* s, const Placement* request, uint32_t best) noexcept nogil
     cdef void size_up(self, Terms* terms, uint32_t worker, uint32_t held, uint32_t count) noexcept nogil

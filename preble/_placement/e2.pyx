@@ -27,7 +27,7 @@ books what is chosen here.
     b  seconds that a token of context adds to an       h  share of the window's prompt tokens that was cached
        iteration (cost model)                           e  what must be evicted, as a share of what is missed
     kappa  seconds that the fleet's others wait for a second of work (`LoadTracker.pressure`)
-    W      mean Q of all workers: where nobody waits, nothing is gained by what is not moved
+    W      mean Q of the workers that take requests: where nobody waits, nothing is gained by what is not moved
     home   who held last what is known of a prompt, and is no holder any more, if nobody still holds more: its siblings
            meet there again, instead of each idle worker computing it once
     rho    L over the time observed: on a fleet with little to do a cache of some hundred tokens outweighs the turns
@@ -216,7 +216,8 @@ cdef inline void charge_copy(Terms* terms, uint32_t worker, uint32_t least_held,
     if least_held != NONE:
         seconds = COPY_SECONDS if terms.whole < least_held else 0.0
     elif prices.home != NONE and prices.home != worker:
-        seconds = min(MOVED_USES * terms.prefill * (1.0 + prices.pressure), prices.mean_queue)
+        seconds = prices.fleet.ahead / max(prices.fleet.workers, 1)
+        seconds = min(MOVED_USES * terms.prefill * (1.0 + prices.pressure), seconds)
     terms.eviction += seconds
     terms.total += seconds
 
@@ -276,7 +277,9 @@ cdef class E2:
 
     cdef double pressure_now(self) noexcept nogil:
         """kappa, as of the slice of time that the load tracker is in."""
-        return self.loads.pressure(self.loads.longest_observed(self.loads.now_bucket * self.loads.bucket_seconds))
+        cdef Outstanding fleet = self.of_fleet()
+        cdef double now = self.loads.now_bucket * self.loads.bucket_seconds
+        return self.loads.pressure(fleet.load, fleet.workers, self.loads.longest_observed(now))
 
     cdef void book_load(self, Lease* lease, const Choice* choice, bint from_peer) noexcept nogil:
         """Note in a booking what its worker must load for it, and count it, unless another router does."""
@@ -403,6 +406,30 @@ cdef class E2:
             i = load32(&node_at(t, i).parent)
         return NONE
 
+    cdef Outstanding of_fleet(self) noexcept nogil:
+        """What is outstanding on the workers that take requests, of all if none does. A worker that takes none is no
+        place to compare others with. O(1) where all do, else O(workers)."""
+        cdef Outstanding of
+        cdef Row* row
+        cdef uint32_t i, takes_any = load32(&self.eligible_workers)
+        memset(&of, 0, sizeof(Outstanding))
+        if takes_any and takes_any < load32(&self.loads.used):
+            for i in range(load32(&self.tree.t.worker_end)):
+                row = &self.loads.rows[i]
+                if load32(&row.eligible) != NO_REQUEST:
+                    of.workers += 1
+                    of.ahead += load_double(&row.queue_seconds)
+                    of.live_requests += load32(&row.live_requests)
+                    of.prompt_tokens += load32(&row.live_prompt_tokens)
+                    of.load += load_double(&row.load_seconds)
+            return of
+        of.workers = load32(&self.loads.used)
+        of.ahead = load_signed(&self.loads.fleet_waiting_ns) * 1e-9
+        of.live_requests = load_signed(&self.loads.fleet_requests)
+        of.prompt_tokens = load_signed(&self.loads.fleet_prompt_tokens)
+        of.load = load_double(&self.loads.fleet_load)
+        return of
+
     # --- weighing ---
 
     cdef void size_up(self, Terms* terms, uint32_t worker, uint32_t held, uint32_t count) noexcept nogil:
@@ -414,14 +441,14 @@ cdef class E2:
         cdef Prices prices
         prices.now = request.now
         prices.longest = self.loads.longest_observed(request.now)
-        prices.pressure = self.loads.pressure(prices.longest)
+        prices.fleet = self.of_fleet()
+        prices.pressure = self.loads.pressure(prices.fleet.load, prices.fleet.workers, prices.longest)
         prices.output_tokens = self.loads.expected_of_fleet(request.max_new_tokens)
         prices.evicted_uses = EVICTED_USES * load_double(&self.loads.hit_share)
         prices.passed = PASSED_SHARE / request.count if self.goes_on(request) else 0.0
         prices.alike = prices.usable = prices.home = NONE
         prices.prefill = prices.context_seconds = 0.0
         prices.some_below = load_signed(&self.tree.t.below) != 0
-        prices.mean_queue = load_signed(&self.loads.fleet_waiting_ns) * 1e-9 / max(load32(&self.loads.used), 1)
         return prices
 
     cdef void price_of(self, Prices* prices, uint32_t worker, uint32_t usable, uint32_t count) noexcept nogil:
@@ -662,10 +689,7 @@ cdef class E2:
         cdef Outstanding best, all
         memset(&best, 0, sizeof(Outstanding))
         self.add_outstanding(&best, home, prices.now)
-        all.workers = load32(&self.loads.used)
-        all.ahead = load_signed(&self.loads.fleet_waiting_ns) * 1e-9
-        all.live_requests = load_signed(&self.loads.fleet_requests)
-        all.prompt_tokens = load_signed(&self.loads.fleet_prompt_tokens)
+        all = prices.fleet
         if load32(&self.loads.rows[home].alike) != prices.alike or there.usable != prices.usable:
             self.price_of(prices, home, there.usable, request.count)
         if holders.workers < all.workers:

@@ -515,6 +515,7 @@ class Prices:
     output: int
     evicted_uses: float
     passed: float  # of what is ahead, by token of the prompt that is cached
+    fleet: list[Account]  # the workers that take requests
 
 
 @dataclass(frozen=True)
@@ -643,7 +644,7 @@ class NaiveScheduler:
         longest = max(whole.values())
         enough = longest > self.config.exploit_ratio * length
         least_held = max(1, int(HOLDER_SHARE_MIN * longest))
-        prices = self.prices(path, limit, now)
+        prices = self.prices(path, limit, now, [self.accounts[name] for name in names])
         rows = [self.row(name, path, held[name], prices, now) for name in names]
         if not enough:
             homes = self.tree.homes(path, self.config.exploit_ratio, self.places)
@@ -659,7 +660,7 @@ class NaiveScheduler:
         nodes = self.tree.walk(path)[0]
         node = self.tree.nodes[next(node for node in nodes if len(node[1]) >= least_held)]
         saved, at = self.credits.get(node, (0.0, 0.0))
-        every, holders = self.accounts.values(), [self.accounts[row.worker] for row in rows if row.whole >= least_held]
+        every, holders = prices.fleet, [self.accounts[row.worker] for row in rows if row.whole >= least_held]
         there = self.accounts[home.worker]
         share = home.total - home.eviction - home.balance - home.loading
         share += self.mean_price(home, length, prices, holders, sum(self.ahead(one, now) for one in holders))
@@ -681,7 +682,7 @@ class NaiveScheduler:
 
     def moved(self, row: Row, prices: Prices) -> Row:
         """What is known has its home elsewhere."""
-        wait = sum(self.waiting(one) for one in self.accounts.values()) / len(self.accounts)
+        wait = sum(self.waiting(one) for one in prices.fleet) / len(prices.fleet)
         return replace(row, eviction=row.eviction + min(MOVED_USES * row.prefill * (1.0 + prices.pressure), wait))
 
     def mean_price(
@@ -796,14 +797,16 @@ class NaiveScheduler:
         disk = min(far, loaded)
         return self.accounts[name].load_seconds(loaded - disk, disk), (loaded - disk, disk)
 
-    def assigned(self) -> float:
-        """Seconds of work given to the fleet within the window."""
+    def assigned(self, fleet: Collection[Account] = ()) -> float:
+        """Seconds of work given to all workers within the window, or to some of them."""
+        if 0 < len(fleet) < len(self.accounts):
+            return sum(self.sums(account)["load_seconds"] for account in fleet)
         every = [booking for account in self.accounts.values() for booking in self.window(account)]
         return sum(b.prefill_ns for b in every) * 1e-9 + sum(b.output for b in every) * self.output_seconds
 
-    def prices(self, path: Path, limit: int | None, now: float) -> Prices:
-        """What is the same for all workers."""
-        rho = self.assigned() / (self.longest_observed(now) * len(self.accounts))
+    def prices(self, path: Path, limit: int | None, now: float, fleet: list[Account]) -> Prices:
+        """What is the same for all workers, of which these take requests."""
+        rho = self.assigned(fleet) / (self.longest_observed(now) * len(fleet))
         recent = [b for account in self.accounts.values() for b in self.window(account) if b.counts]
         matched, prompts = sum(b.matched for b in recent), sum(b.prompt_tokens for b in recent)
         return Prices(
@@ -811,6 +814,7 @@ class NaiveScheduler:
             output=self.expected_anywhere(limit),
             evicted_uses=EVICTED_USES * (matched / max(prompts, 1)),
             passed=PASSED_SHARE / len(path[1]) if self.tree.goes_on(path) else 0.0,
+            fleet=fleet,
         )
 
     def longest_observed(self, now: float) -> float:
