@@ -14,7 +14,8 @@ from preble._core.atomic cimport load32, load_double, store_double
 from preble._core.dict_keys cimport dict_key
 from preble._core.memory cimport NONE
 from preble._core.token_ids cimport TokenView, release_tokens, view_tokens
-from preble._core.tree.operations cimport confirm_path
+from preble._core.tree.nodes cimport confirmed_tokens
+from preble._core.tree.operations cimport confirm_path, take_back
 from preble._cost cimport Cost, Lease, Row, token_seconds
 from preble._placement.bookings cimport LATE, PENDING, DecisionCore
 from preble._placement.decision cimport Decision
@@ -106,13 +107,17 @@ def book_half(DecisionCore core not None, uint32_t worker, token_ids, object req
 
 
 cdef int begin_decode(DecisionCore core, Lease* lease, double now) except -1:
-    """No prefill of a booking waits on its worker, and no first token of it says how fast that one prefills."""
+    """No prefill of a booking waits on its worker, and no first token of it says how fast that one prefills. Nor does it
+    cache the prompt yet: if it prefills as well, who shares the prompt would be sent there and compute it once more."""
     cdef Row* row = &core.loads.rows[lease.worker]
+    cdef uint32_t key = core.tree.t.workers[lease.worker].key
     cdef double working_since = load_double(&row.working_since)
     core.loads.correct_prefill(lease, 0)
     core.loads.prefilled(lease, now)
     store_double(&row.working_since, working_since)
     lease.first_at = INFINITY                    # until `decode_began`; of an end before that nothing is learned
+    if load32(&row.eligible) and core.is_remembered(lease):
+        take_back(&core.tree.t, lease.leaf, key, confirmed_tokens(&core.tree.t, core.leaf_walk(lease), key), now)
     return 0
 
 
@@ -136,6 +141,8 @@ def decode_began(DecisionCore core not None, object key, double now) -> None:
         samples = core.timings.at[lease.worker]
         lease.seen_tokens = samples.prefilled_tokens
         lease.seen_moments = samples.moments
+    if core.is_remembered(lease):
+        core.remark(lease, now)
     if core.is_remembered(lease):
         confirm_path(&core.tree.t, lease.leaf, core.tree.t.workers[lease.worker].key)
 
