@@ -2,8 +2,9 @@
 Owns how the halves are added up; the prices are `price.py`'s.
 
     does both  its own terms; what lengthens its decode (`between_prefills`) is among the others' wait
-    prefills   queue, prefill, others and loading of its half; of the half that decodes its share of the queue, whom it
-               slows, what lengthens it, and decode, with the transfer; eviction and balance of both
+    prefills   queue, prefill, others and loading of its half; of the half that decodes its share of the queue
+               (`wait_for_prefills`), whom it slows, what lengthens it, and decode, with the transfer; eviction and
+               balance of both
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .price import (
     between_prefills,
     cheapest_pair,
     decode_price,
+    wait_for_prefills,
 )
 
 Transfer = Callable[[HalfTerms, HalfTerms, int], float]
@@ -81,9 +83,10 @@ def _cost(
     """What a request costs that `one` prefills and `other` decodes, who may be the same."""
     in_two = other.row != one.row
     beside = INTERRUPTED_SHARE * one.live_requests if role == BOTH else 0.0
+    waits = wait_for_prefills(one, other, transfer_seconds) + REQUEST_SECONDS * other.live_requests
     terms: dict[str, Any] = {
         "prefill_seconds": one.prefill,
-        "queue_seconds": one.queue + (REQUEST_SECONDS * other.live_requests if in_two else 0.0),
+        "queue_seconds": one.queue + (waits if in_two else 0.0),
         "others_seconds": one.prefill * (ways.kappa[role] + beside) + other.slowed + between_prefills(other),
         "decode_seconds": other.decode + transfer_seconds,
         "eviction_seconds": one.eviction + (other.eviction if in_two else 0.0),

@@ -229,13 +229,15 @@ class PairPlacing:
         return str(self._core.names[of.row])
 
     def _transfer(self, one: HalfTerms, other: HalfTerms, moved_tokens: int) -> float:
+        """Seconds of a transfer; at least as many as somebody has been waiting for who was handed over before."""
         source, target = self._name(one), self._name(other)
         if self._moves is not None and not self._moves.are_alike(source, target):
             return float("inf")
         links = self._pairs.links if self._moves is None else self._moves.links
         token_bytes = 0 if self._moves is None else self._moves.token_bytes(target)
         moved_bytes = float(moved_tokens * (token_bytes or self._pairs.guessed_token_bytes))
-        return transfer_price(moved_bytes, links.estimate(source, target, self._now), one, other)
+        price = transfer_price(moved_bytes, links.estimate(source, target, self._now, is_fast=True), one, other)
+        return max(price, self._pairs.waiting_seconds(target, self._now))
 
     def _by_policy(self, policy: Policy, asked: AskedPair, ways: Ways) -> PairDecision:
         """The pair that a policy chooses; where those that prefill only are late, as if there were none."""
@@ -272,7 +274,7 @@ class PairPlacing:
         except BaseException:
             give_back_half(core, key, now)
             raise
-        pairs.booked(key, half)
+        pairs.booked(key, half, second.worker)
         for name, decision in ((key, second), (half, first)):
             pairs.on_decision(name, decision, seen, now)
         if self._moves is not None:

@@ -3,17 +3,22 @@ its output. Owns these sums; their terms are E2's (`_placement/e2.pyx`), booking
 
     one    queue + P (1 + kappa) + loading + 0.1 B P      as E2, but that kappa is that of workers of this role,
            + slowed + decode + eviction + balance
-           + D u / (1 - u)                                and decoding goes on between the prefills of others
+           + 0.1 D u / (1 - u)                            and decoding goes on between the prefills of others
     pair   on the one that prefills:
            queue + P (1 + kappa) + loading + eviction + balance, + 0.1 B P where others decode there
            between them:
            transfer, and who has requests at either end waits while its engine copies
+           max(Q - (1 - u) t, 0)                          what is left there of others' prefills, which go before
            on the one that decodes:
-           4 ms B + slowed + decode + eviction + balance + D u / (1 - u)
+           4 ms B + slowed + decode + eviction + balance + 0.1 D u / (1 - u)
 
     D      seconds of the whole decode by the cost model, beside the requests that decode there now
     u      share of that worker's time that prefills have had within the window, 0.9 at most
+    Q      its queue, without the 4 ms B; t: until the KV comes, queue, loading, P and transfer. Prefills go on coming
     kappa  rho / (1 - rho), 2 at most; rho: the mean load of the workers of that role, of the time observed
+
+A decode that lasts D alone meets D u / (1 - u) seconds of others' prefills, and waits for a tenth of these, as E2
+counts for those that decode beside a prefill: iterations that prefill bring it tokens as well.
 
 No threshold: a short prompt, or one that is cached, has little P; then a transfer and a second queue cost more than
 what the decode saves. Nor one for load: where little is prefilled u is small.
@@ -85,7 +90,7 @@ def pressure(loads: Sequence[float], observed_seconds: float) -> float:
 def between_prefills(terms: HalfTerms) -> float:
     """By how much the prefills of others lengthen a decode on this worker."""
     share = min(terms.prefill_share, PREFILL_SHARE_MAX)
-    return terms.whole_decode * share / (1.0 - share)
+    return INTERRUPTED_SHARE * terms.whole_decode * share / (1.0 - share)
 
 
 def prefill_price(terms: HalfTerms, kappa: float, *, decodes: bool) -> float:
@@ -96,7 +101,7 @@ def prefill_price(terms: HalfTerms, kappa: float, *, decodes: bool) -> float:
 
 
 def decode_price(terms: HalfTerms) -> float:
-    """Seconds of the decode half."""
+    """Seconds of the decode half, once nobody's prefill is ahead of it."""
     requests = REQUEST_SECONDS * terms.live_requests
     return requests + terms.slowed + terms.decode + terms.eviction + terms.balance + between_prefills(terms)
 
@@ -112,6 +117,14 @@ def transfer_price(moved_bytes: float, link: LinkEstimate, one: HalfTerms, other
     return link.seconds(moved_bytes) + copied * moved_bytes
 
 
+def wait_for_prefills(one: HalfTerms, other: HalfTerms, transfer_seconds: float) -> float:
+    """Seconds that a request waits where it is decoded, `other`, for the prefills that are ahead there when its KV has
+    come: a worker goes on with those before it takes a new request, also one that lacks nothing."""
+    ahead = other.queue - REQUEST_SECONDS * other.live_requests
+    given = one.queue + one.loading + one.prefill + transfer_seconds
+    return max(ahead - (1.0 - min(other.prefill_share, PREFILL_SHARE_MAX)) * given, 0.0)
+
+
 def cheapest_pair(
     prefills: Iterable[tuple[float, HalfTerms]],
     decodes: Iterable[tuple[float, HalfTerms]],
@@ -121,20 +134,25 @@ def cheapest_pair(
     """Of workers with the price of their half, the pair that costs least; None where there are no two. `transfer(one,
     other, tokens)`: seconds. O(workers log workers), and `COMPARED` times as many links."""
     best: PairChoice | None = None
-    nearest = sorted(decodes, key=_by_price)[:COMPARED]
+    nearest = sorted(decodes, key=_by_price_and_queue)[:COMPARED]
     for first, one in sorted(prefills, key=_by_price)[:COMPARED]:
         for second, other in nearest:
             if one.row == other.row:
                 continue
             moved = max(prompt_tokens - other.usable_tokens, 0)
             seconds = transfer(one, other, moved)
-            if best is None or first + second + seconds < best.seconds:
-                best = PairChoice(one, other, moved, seconds, first + second + seconds)
+            price = first + second + seconds + wait_for_prefills(one, other, seconds)
+            if best is None or price < best.seconds:
+                best = PairChoice(one, other, moved, seconds, price)
     return best
 
 
 def _by_price(priced: tuple[float, HalfTerms]) -> tuple[float, int]:
     return priced[0], priced[1].row
+
+
+def _by_price_and_queue(priced: tuple[float, HalfTerms]) -> tuple[float, int]:
+    return priced[0] + priced[1].queue, priced[1].row
 
 
 def ways_of(

@@ -22,6 +22,7 @@ GUESSED_LATENCY_SECONDS = 0.002
 GUESSED_BYTE_SECONDS = 1.0 / 1.25e9  # a network of 10 Gbit/s
 GUESSED_COPY_SECONDS = 1.0 / 4e9  # a byte, in an engine that copies it
 GUESSED_BYTES = float(1 << 23)  # between 0 and which the guess lies
+FAST_BYTE_SECONDS = 1.0 / 12.5e9  # a network of 100 Gbit/s, as fleets have that prefill and decode apart
 LINKS_MAX = 4096  # over which the longest unused is forgotten
 
 
@@ -117,16 +118,17 @@ class _Sums:
         return mean_y - slope * mean_x, slope
 
 
-def _guess() -> _Sums:
+def _guess(byte_seconds: float, copy_seconds: float) -> _Sums:
     found = _Sums()
     for size in (0.0, GUESSED_BYTES):
-        took = GUESSED_LATENCY_SECONDS + GUESSED_BYTE_SECONDS * size
-        copy = GUESSED_COPY_SECONDS * size
+        took = GUESSED_LATENCY_SECONDS + byte_seconds * size
+        copy = copy_seconds * size
         found = found.plus(_Sums(1.0, size, took, size * size, size * took, copy, copy, 1.0), 0.5)
     return found
 
 
-_GUESS = _guess()
+_GUESS = _guess(GUESSED_BYTE_SECONDS, GUESSED_COPY_SECONDS)
+_FAST_GUESS = _guess(FAST_BYTE_SECONDS, 0.0)
 
 
 @dataclass(slots=True)
@@ -145,12 +147,13 @@ class LinkTimes:
         sums.add(transfer, now)
         self._all.add(transfer, now)
 
-    def estimate(self, source: str, target: str, now: float) -> LinkEstimate:
-        """What the next one takes. Changes no estimate."""
+    def estimate(self, source: str, target: str, now: float, *, is_fast: bool = False) -> LinkEstimate:
+        """What the next one takes; `is_fast`: guessed is a network of 100 Gbit/s, and engines that go on meanwhile.
+        Changes no estimate."""
         self._all.fade(now)
         sums = self._links.get((source, target)) or _Sums()
         sums.fade(now)
-        found = sums.plus(self._all, 1.0).plus(_GUESS, 1.0)
+        found = sums.plus(self._all, 1.0).plus(_FAST_GUESS if is_fast else _GUESS, 1.0)
         latency, byte_seconds = found.line()
         return LinkEstimate(
             latency,

@@ -9,6 +9,7 @@ import pytest
 import preble
 from preble import GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec
 from preble.errors import DuplicateRequest, InvalidConfig, InvalidInput, InvalidTokens, NoWorkers, UnknownWorker
+from preble.scheduling.pairs.price import HalfTerms, wait_for_prefills
 from preble.types import PairDecision, Role
 
 COST = preble.CostModel([(1, 0.001), (1001, 1.001)])  # a millisecond a token, whatever else is computed
@@ -119,6 +120,79 @@ def test_the_cheapest_of_many_is_a_pair_of_two() -> None:
     assert sorted(one.worker for one in found) == ["d0"] * 4 + ["d1"] * 4
     again = scheduler.schedule_pair([*prompt(3), 1], exclude=["p0"])
     assert again.prefill_worker == "p1"
+    scheduler.check()
+
+
+def test_one_worker_is_chosen_as_if_those_with_a_role_were_not_there() -> None:
+    """An idle worker that takes no whole request once made copies look cheap: the mean of the fleet was with it."""
+    roles = {"a": "both", "b": "both", "c": "both"}
+    (alone, clock), (beside, clock_beside) = (
+        fleet(roles),
+        fleet({**roles, "p": "prefill", "q": "prefill", "d": "decode"}),
+    )
+    document, chosen = prompt(0, 4000), []
+    for n in range(60):
+        question = [*(document if n % 3 else prompt(n, 900)), 10**6 + n]
+        chosen.append([one.schedule(question, request_id=n).worker for one in (alone, beside)])
+        clock.advance(0.15)
+        clock_beside.advance(0.15)
+        for one in (alone, beside):
+            if n >= 4:
+                one.first_token(n - 4)
+            if n >= 12:
+                one.finish(n - 12, output_tokens=40)
+    assert [mine for mine, _ in chosen] == [other for _, other in chosen]
+    why = [one.explain([*document, 7]).workers for one in (alone, beside)]
+    assert [cost.others_seconds for cost in why[0]] == pytest.approx([cost.others_seconds for cost in why[1]], rel=0.02)
+
+
+def test_a_decode_waits_for_the_prefills_that_are_ahead_of_it() -> None:
+    one = HalfTerms(0, 3, 0, 0.0, 1.5, 0.25, 0.75, *([0.0] * 6))
+    other = HalfTerms(1, 5, 0, 0.0, 0.0, 0.0, 4.02, *([0.0] * 5), 0.4)
+    assert wait_for_prefills(one, other, 0.5) == pytest.approx(4.0 - 0.6 * 3.0)
+    assert wait_for_prefills(one, other, 60.0) == 0.0, "until then they are done"
+    scheduler, _ = fleet({"p": "prefill", "a": "both", "b": "both"})
+    for n in range(20):
+        scheduler.schedule(prompt(n), exclude=["b"])
+    for n in range(20, 40):  # as many requests, whose prompts are computed
+        scheduler.first_token(scheduler.schedule(prompt(n), exclude=["a"]).request_id)
+    found = scheduler.schedule_pair(prompt(40), exclude=[])
+    assert found.worker == "b"
+
+
+@pytest.mark.parametrize("end", ["first_token", "cancel"])
+def test_a_prompt_on_its_way_is_not_estimated_cached_where_it_will_be_decoded(end: str) -> None:
+    """Who shared it was sent there meanwhile, and computed all of it once more."""
+    scheduler, _ = fleet({"p": "prefill", "b": "both"})
+    for n in range(3):
+        scheduler.schedule(prompt(n))
+    found = scheduler.schedule_pair(prompt(4), request_id="r")
+    assert (found.prefill_worker, found.worker) == ("p", "b")
+    assert scheduler.match(prompt(4)).matched_tokens == {"p": 499}
+    scheduler.prefill_done("r")
+    assert scheduler.match(prompt(4)).matched_tokens == {"p": 499}
+    getattr(scheduler, end)("r")
+    scheduler.check()
+    assert scheduler.match(prompt(4)).matched_tokens == {"p": 499, **({"b": 499} if end == "first_token" else {})}
+
+
+def test_who_keeps_one_waiting_that_was_handed_over_decodes_no_other() -> None:
+    """Those that were handed over to a full worker waited for a minute, and more were sent after them."""
+    scheduler, clock = fleet({"p": "prefill", "d0": "decode", "d1": "decode"})
+    first = scheduler.schedule_pair(prompt(0), request_id="r", max_new_tokens=50)
+    scheduler.cancel(scheduler.schedule_pair(prompt(1), request_id="s", max_new_tokens=50).request_id)
+    clock.advance(0.5)
+    assert scheduler.prefill_done("r")
+    clock.advance(10.0)
+    for n in range(2, 12):
+        found = scheduler.schedule_pair(prompt(n), request_id=n, max_new_tokens=50)
+        assert found.worker != first.worker and found.transfer_seconds < 5.0
+        scheduler.prefill_done(n)
+        scheduler.first_token(n)
+    scheduler.first_token("r")
+    scheduler.check()
+    assert scheduler.schedule_pair(prompt(12), max_new_tokens=50).worker == first.worker
+    scheduler.remove_worker(first.worker)
     scheduler.check()
 
 

@@ -256,9 +256,9 @@ def test_where_nobody_does_both_a_set_s_prompt_is_computed_and_moved_once_until_
     roles = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
     scheduler, _ = fleet(roles)
     found = [scheduler.schedule_pair(prompt(0, 2000), group="set", max_new_tokens=500) for _ in range(48)]
-    first, last = found[:24], found[-1]
+    first, last = found[:5], found[-1]
     assert {(one.prefill_worker, one.worker) for one in first} == {("p0", "d0")}
-    assert [one.matched_tokens for one in first] == [0] + 23 * [1999] and first[0].moved_tokens == 2000
+    assert [one.matched_tokens for one in first] == [0] + 4 * [1999] and first[0].moved_tokens == 2000
     assert last.worker == "d1", "d0 has much to decode"
     assert sum(one.moved_tokens > 16 for one in found) == 2, "the KV goes to either once"
     scheduler.check()
