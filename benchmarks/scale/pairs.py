@@ -9,7 +9,8 @@ its pooled reference ends of a backlog, for so many workers. Agents are sessions
 each worker as the work, and no pause, limits (`agents_cells.CROWD`); they are broken off at `agents_cells.END_SECONDS`,
 and who has no first token then has waited until then. KV is a 7B model's in 16 bit, on one link a worker. Of so many
 workers a quarter or a half prefills only; the others do both, or decode only. E2 chooses by price, another policy
-always a pair. Means over the seeds.
+always a pair. Beside these: fleets without the workers that prefill only, which shows what of a loss is theirs, as they
+cannot decode; and as many that do both, of which any two may be a pair. Means over the seeds.
 """
 
 from __future__ import annotations
@@ -45,26 +46,51 @@ FIGURES = ("mean_ttft", "p99_ttft", "mean_latency", "p99_latency", "mean_tpot", 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A policy, how many of the workers prefill only (a share), and what the others do."""
+    """A policy, how many of the workers prefill only (a share), and what the others do. `is_without`: those are left
+    out; `among_all`: nobody has a role, and any two may be a pair."""
 
     policy: str
     prefill_share: float = 0.0
     others: Role = BOTH
+    is_without: bool = False
+    among_all: bool = False
 
     def name(self, workers: int) -> str:
         """As the table has it."""
         prefills = self.prefills(workers)
+        if self.among_all:
+            return f"{self.policy}, {workers} both, pairs among them"
+        if self.is_without:
+            return f"{self.policy}, {workers - prefills} both"
         return f"{self.policy}, {prefills} prefill, {workers - prefills} {self.others}" if prefills else self.policy
 
     def prefills(self, workers: int) -> int:
-        """How many prefill only."""
+        """How many prefill only, or are left out."""
         return max(1, round(self.prefill_share * workers)) if self.prefill_share else 0
+
+    def fleet(self, workers: int, kv_capacity_tokens: int) -> dict[str, Any]:
+        """Its workers, as `SimConfig` takes them. Pairs are thought of once somebody with a role has been there, so
+        where any two may be one there was."""
+        count = self.prefills(workers)
+        roles: list[Role] = [] if self.is_without else [PREFILL] * count
+        roles += [self.others if count else BOTH] * (workers - count)
+        specs = [WorkerSpec(f"w{i}", kv_capacity_tokens=kv_capacity_tokens, role=role) for i, role in enumerate(roles)]
+        if not self.among_all:
+            return {"workers": tuple(specs)}
+        spare = WorkerSpec("spare", kv_capacity_tokens=kv_capacity_tokens, role=PREFILL)
+        return {"workers": (*specs, spare), "faults": (sim.WorkerDeath(0.0, spare.id, noticed_after_seconds=0.0),)}
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a request may have two workers."""
+        return self.among_all or (self.prefill_share > 0.0 and not self.is_without)
 
 
 ARMS = (
     *(Arm(policy) for policy in ("round_robin", "least_loaded", "e2")),
-    *(Arm(policy, 0.5, DECODE) for policy in ("round_robin", "least_loaded")),
-    *(Arm("e2", share, others) for share in (0.25, 0.5) for others in (BOTH, DECODE)),
+    Arm("e2", among_all=True),
+    *(Arm("e2", share, is_without=alone) for share in (0.25, 0.5) for alone in (True, False)),
+    *(Arm(policy, 0.5, DECODE) for policy in ("round_robin", "least_loaded", "e2")),
 )
 
 
@@ -88,18 +114,15 @@ def workload_of(name: str, workers: int, load: float, seed: int, share: float, r
 
 def figures_of(workload: Workload, arm: Arm, workers: int, seed: int, bytes_per_second: float) -> dict[str, float]:
     """What one run finds."""
-    local, prefills = local_config(), arm.prefills(workers)
-    roles: list[Role] = [PREFILL] * prefills + [arm.others if prefills else BOTH] * (workers - prefills)
-    tokens = local.kv_capacity_tokens
-    specs = [WorkerSpec(f"w{i}", kv_capacity_tokens=tokens, role=role) for i, role in enumerate(roles)]
+    local = local_config()
     link = sim.KvLink(bytes_per_second=bytes_per_second, token_bytes=KV_TOKEN_BYTES, least_tokens=NO_PULLS)
     config = sim.SimConfig(
-        workers=tuple(specs),
+        **arm.fleet(workers, local.kv_capacity_tokens),
         policy=arm.policy,
         cost_model=FLEET.cost_model,
         local=local,
         seed=seed,
-        kv_link=link if prefills else None,
+        kv_link=link if arm.has_pairs else None,
     )
     agents = any(one.after is not None for one in workload.requests)
     if agents:
@@ -124,6 +147,9 @@ def counted_figures(result: sim.Result, workload: Workload, agents: bool) -> dic
         found[f"mean_{what}"], found[f"p99_{what}"] = float(np.mean(values)), float(np.percentile(values, 99))
     pairs: Any = result.scheduler_stats["policy_state"].get("pairs", {})
     found["separated"] = pairs.get("separated", 0) / max(pairs.get("placed", 0), 1)
+    handed_over = (result.second_token_seconds - result.first_token_seconds)[counted]
+    handed_over = handed_over[~np.isnan(handed_over)]
+    found["mean_handover"] = float(np.mean(handed_over)) if len(handed_over) else 0.0
     found["turns"] = float((result.outcome == sim.results.FINISHED).sum())
     return found
 
@@ -144,14 +170,15 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def print_row(row: dict[str, Any], aggregated: dict[str, Any] | None) -> None:
-    """One line; beside it, of E2's pairs, p99 TTFT and mean TPOT over those of E2 with as many that do both."""
+    """One line, of pairs with the mean time from their first token to the first of who decodes. Beside it, of E2 with
+    other fleets, p99 TTFT and mean TPOT over those with as many that do both."""
     times = " | ".join(f"{row[name]:.4f}" if "tpot" in name else f"{row[name]:.3f}" for name in FIGURES)
     ratios = " | "
-    if aggregated is not None and row["separated"] > 0.0:
+    if aggregated is not None and row["arm"].startswith("e2, "):
         ratios = " | ".join(f"{row[name] / aggregated[name]:.3f}" for name in ("p99_ttft", "mean_tpot"))
     print(
         f"| {row['workload']}, {row['workers']}, {row['load']} | {row['arm']} | {times} | {row['separated']:.0%} "
-        f"| {ratios} |",
+        f"| {row['mean_handover']:.2f} | {ratios} |",
         flush=True,
     )
 
@@ -168,8 +195,8 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.5, help="of each workload's requests (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    print("| workload, workers, load | | TTFT: mean, s | p99 | latency: mean | p99 | TPOT: mean | p99 | in two | p99 "
-          "TTFT / E2's | TPOT / E2's |\n|---|---|---|---|---|---|---|---|---|---|---|")  # fmt: skip
+    print("| workload, workers, load | | TTFT: mean, s | p99 | latency: mean | p99 | TPOT: mean | p99 | in two | "
+          "second token after, s | p99 TTFT / E2's | TPOT / E2's |\n" + "|---" * 12 + "|")  # fmt: skip
     rows, aggregated = [], None
     for row in cells(args):
         if row["arm"] == "e2":

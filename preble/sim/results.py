@@ -68,13 +68,14 @@ class Result:
     what the scheduler estimated cached when it placed the request first, `cached_tokens` what was at its first
     admission (-1: never admitted); `output_tokens` is what it got, which is what it asked for where it finished, unless
     the engine had no more room. `arrival_seconds` is NaN for a request that was never sent; of one cut off, it is when
-    that happened.
+    that happened. `second_token_seconds`: of a pair, when the worker that decodes brought its first; NaN elsewhere.
     """
 
     request_ids: tuple[str, ...]
     workers: tuple[str, ...]
     arrival_seconds: Floats
     first_token_seconds: Floats
+    second_token_seconds: Floats
     finish_seconds: Floats
     outcome: npt.NDArray[np.int8]
     worker: Ints

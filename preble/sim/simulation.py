@@ -81,7 +81,7 @@ class Simulation:
         count = len(self._requests)
         self._outcome = np.full(count, UNFINISHED, np.int8)
         self._emitted = np.zeros(count, np.int64)
-        self._arrival, self._first, self._finish = (np.full(count, np.nan) for _ in range(3))
+        self._arrival, self._first, self._second, self._finish = (np.full(count, np.nan) for _ in range(4))
         self._worker, self._placed, self._cached = (np.full(count, -1, np.int64) for _ in range(3))
 
     @property
@@ -310,6 +310,8 @@ class Simulation:
                 if flight.emitted == 1:
                     self._first[flight.row] = self._timeline.now
                     self._cached[flight.row] = output.cached_tokens
+                elif flight.handed_over:
+                    self._second[flight.row] = self._timeline.now
             if output.finish_reason is not None:
                 news.append((flight.router, request_id, None, flight.emitted))
                 self._finish_flight(flight)
@@ -488,6 +490,7 @@ class Simulation:
             workers=tuple(worker.name for worker in self.workers),
             arrival_seconds=self._arrival,
             first_token_seconds=self._first,
+            second_token_seconds=self._second,
             finish_seconds=self._finish,
             outcome=self._outcome,
             worker=self._worker,

@@ -36,6 +36,7 @@ def test_the_first_token_comes_from_the_one_and_the_rest_from_the_other_after_th
     assert found.ttft_seconds[0] == pytest.approx(1.0, abs=0.05)
     # 20 ms, 100 kB at 1 MB/s, and four more tokens: the last of the prompt is computed with the first.
     assert found.finish_seconds[0] - found.first_token_seconds[0] == pytest.approx(0.02 + 0.1 + 4 * 0.01, abs=0.005)
+    assert found.second_token_seconds[0] - found.first_token_seconds[0] == pytest.approx(0.02 + 0.1 + 0.01, abs=0.005)
     assert found.workers[found.worker[0]] == "d" and found.output_tokens.tolist() == [5]
     assert found.scheduler_stats["policy_state"]["pairs"] == {"live": 0, "placed": 1, "separated": 1}
     assert found.scheduler_stats["live_requests"] == 0

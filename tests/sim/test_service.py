@@ -32,6 +32,7 @@ def result() -> Result:
         workers=("w0",),
         arrival_seconds=np.array([0.0, 1.0, 4.0, 5.0]),
         first_token_seconds=np.array([1.0, 3.0, NAN, 6.0]),
+        second_token_seconds=np.full(4, NAN),
         finish_seconds=np.array([2.0, 10.0, NAN, NAN]),
         outcome=np.array([FINISHED, FINISHED, REFUSED, UNFINISHED], np.int8),
         worker=np.array([0, 0, -1, 0]),
