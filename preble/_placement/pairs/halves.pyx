@@ -107,8 +107,8 @@ def book_half(DecisionCore core not None, uint32_t worker, token_ids, object req
 
 
 cdef int begin_decode(DecisionCore core, Lease* lease, double now) except -1:
-    """No prefill of a booking waits on its worker, and no first token of it says how fast that one prefills. Nor does it
-    cache the prompt yet: if it prefills as well, who shares the prompt would be sent there and compute it once more."""
+    """No prefill of a booking waits on its worker, and no first token of it says how fast that one prefills. Nor is the
+    prompt cached there yet: if it prefills as well, who shares the prompt would be sent there and compute it again."""
     cdef Row* row = &core.loads.rows[lease.worker]
     cdef uint32_t key = core.tree.t.workers[lease.worker].key
     cdef double working_since = load_double(&row.working_since)
