@@ -27,7 +27,8 @@ OVERDUE_EVERY-th pick all the same.
 
 Within a group the request goes first whose time is over first: arrival and the age bound, or `deadline_seconds` and as
 much again for every `DEADLINE_TOKENS` that it must compute, so that what costs little is in time first. Without
-deadlines that is the oldest. One that cannot make its deadline any more is put last: it goes when
+deadlines that is the oldest. Requests with a deadline are all of group P: in groups of their own, who is in a small one
+would be served before it is urgent, and who is in a large one too late. One that cannot make its deadline any more is put last: it goes when
 nobody else waits, or as the oldest that is beyond the age bound. Else an overloaded worker would be busy with what
 comes just too late, since that is what is urgent.
 
@@ -62,7 +63,7 @@ cpdef enum:
     QUANTUM_TOKENS = 2048        # computed, by which tenants may be apart before their shares decide alone
     TENANTS_TOGETHER = 16
     OUTPUT_COST = 8              # tokens of a prompt that take as long as one of an output, decoded among others
-    DEADLINE_TOKENS = 1000       # that a request must compute, and stands as far behind as its deadline is long
+    DEADLINE_TOKENS = 3000       # that a request must compute, and stands as far behind as its deadline is long
     OVERDUE_EVERY = 8            # where all went first who are overdue, an overloaded worker would serve in order
 
 
@@ -469,8 +470,14 @@ cdef class WaitingQueue:
         return self.put_into_group(found)
 
     cdef int place(self, LiveRequest found, double rank) except -1:
-        """Set (group, rank in it): 63 of 100 tokens cached with P = 10 is group 6; a fully cached prompt is group P."""
-        found.group = self.priority_groups * found.cached_now // found.known_tokens if self.by_priority else 0
+        """Set (group, rank in it): 63 of 100 tokens cached with P = 10 is group 6; a fully cached prompt is group P, and
+        what has a deadline."""
+        if not self.by_priority:
+            found.group = 0
+        elif found.claim is not None and found.claim.deadline_seconds is not None:
+            found.group = self.priority_groups
+        else:
+            found.group = self.priority_groups * found.cached_now // found.known_tokens
         found.rank = <double> -found.cached_now if self.by_length else rank
         return 0
 
