@@ -974,7 +974,7 @@ def test_load_and_stats_add_up():
     assert (stats["prompt_tokens"], stats["cached_tokens"], stats["computed_tokens"]) == (62, 30, 33)
     assert stats["free_tokens"] == 1000 - 33
     assert stats["oldest_arrival_seconds"] == arrival
-    assert stats["group_sizes"] == [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0]
+    assert stats["group_sizes"] == [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0]
 
 
 def test_show_draws_requests_and_tree():

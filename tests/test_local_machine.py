@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from preble.clock import ManualClock
 from preble.errors import InvalidInput, QueueFull
 from preble.local import LocalConfig, LocalRequest, LocalScheduler
+from preble.types import Claim
 from tests.models.local import NaiveLocal, PretendDevice, expected_output
 
 # Few stems, extended by few tokens: prompts share, split and extend each other all the time.
@@ -69,23 +70,25 @@ class LocalMachine(RuleBasedStateMachine):
         max_new=st.integers(1, 14),
         stops=st.sampled_from([frozenset(), frozenset({0}), frozenset({1, 2})]),
         namespace=st.sampled_from([None, None, None, "b"]),
+        deadline=st.sampled_from([None, None, 1e6, 2e6]),
     )
-    def add(self, batch, max_new, stops, namespace):
+    def add(self, batch, max_new, stops, namespace, deadline=None):
         for prompt in batch:
-            self.add_one(prompt, max_new, stops, namespace)
+            self.add_one(prompt, max_new, stops, namespace, deadline)
 
-    def add_one(self, prompt, max_new, stops, namespace):
+    def add_one(self, prompt, max_new, stops, namespace, deadline):
         name = f"r{len(self.requests)}"
         waiting = len(self.model.requests) - len(self.model.running())
         try:
-            self.real.add(LocalRequest(name, prompt, max_new, stops, namespace))
+            claim = None if deadline is None else Claim(deadline_seconds=deadline)
+            self.real.add(LocalRequest(name, prompt, max_new, stops, namespace, claim=claim))
         except QueueFull:
             assert waiting >= self.config.max_waiting
         except InvalidInput:
             assert len(prompt) + max_new - 1 > self.config.kv_capacity_tokens
         else:
             assert waiting < self.config.max_waiting
-            self.model.add(name, prompt, max_new, stops, namespace, self.clock())
+            self.model.add(name, prompt, max_new, stops, namespace, self.clock(), deadline)
             self.requests[name] = (prompt, max_new, stops)
             self.outputs[name] = []
 
@@ -248,7 +251,8 @@ def long_run(seed, actions):
         kind = rng.random()
         if kind < 0.25:
             stops = rng.choice([frozenset(), frozenset({0}), frozenset({1, 2})])
-            machine.add(random_prompts(rng), rng.randint(1, 14), stops, rng.choice([None, None, None, "b"]))
+            namespace, deadline = rng.choice([None, None, None, "b"]), rng.choice([None, None, 1e6, 2e6])
+            machine.add(random_prompts(rng), rng.randint(1, 14), stops, namespace, deadline)
         elif kind < 0.30 and machine.model.requests:
             machine.cancel(rng.randint(0, 20))
         elif kind < 0.34:

@@ -9,7 +9,8 @@ class LocalStats(TypedDict):
     """Counters since the start and sizes now, in requests and tokens. `prompt_tokens` and `cached_tokens` count each
     request once, at its first admission; `deferred` the times a request was delayed because a running one was computing
     its prefix. `too_late`: requests whose deadline was over before
-    they began. `group_sizes`: newcomers in each priority group, lowest first."""
+    they began. `group_sizes`: newcomers in each priority group, lowest first, and last
+    those with a deadline."""
 
     admitted: int
     finished: int

@@ -56,6 +56,7 @@ cdef class WaitingQueue:
     cdef list near(self, bint is_batch)
     cdef LiveRequest oldest_overdue(self, double now)
     cdef int64_t next_group(self) except -1
+    cdef bint is_urgent(self, int64_t group) noexcept
     cdef bint is_filled(self, tuple lines, int64_t group) noexcept
     cdef int charge(self, int64_t picked) except -1
     cdef LiveRequest head_by_turn(self)

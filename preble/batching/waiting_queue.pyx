@@ -27,10 +27,11 @@ OVERDUE_EVERY-th pick all the same.
 
 Within a group the request goes first whose time is over first: arrival and the age bound, or `deadline_seconds` and as
 much again for every `DEADLINE_TOKENS` that it must compute, so that what costs little is in time first. Without
-deadlines that is the oldest. Requests with a deadline are all of group P: in groups of their own, who is in a small one
-would be served before it is urgent, and who is in a large one too late. One that cannot make its deadline any more is put last: it goes when
-nobody else waits, or as the oldest that is beyond the age bound. Else an overloaded worker would be busy with what
-comes just too late, since that is what is urgent.
+deadlines that is the oldest. With "priority" those with a deadline are all of one group more, whatever of them is
+cached: in the groups of what is, a small one would be served before it is urgent, and the largest too late. This group
+takes no turns: the first of it goes before the first of the group whose turn it is where its time is over sooner. One
+that cannot make its deadline any more is put last: it goes when nobody else waits, or as the oldest that is beyond the
+age bound. Else an overloaded worker would be busy with what comes just too late, since that is what is urgent.
 
 How turns are counted (smooth weighted round robin): each pick adds to every non-empty group its weight as credit, takes
 from the group with the most credit (the higher one on a tie), and charges it the weights added. So the shares hold over
@@ -92,6 +93,11 @@ cdef int64_t weight_of(int64_t group) noexcept:
     return max(1, group)
 
 
+cdef tuple sooner(tuple first, list members):
+    """The lower of (rank, number), or None, and the lowest of those in order."""
+    return first if not members or (first is not None and first <= <tuple> members[0]) else <tuple> members[0]
+
+
 cdef int insert_number(list numbers, int64_t number) except -1:
     """Into a sorted list; mostly at its end."""
     cdef Py_ssize_t count = len(numbers)
@@ -115,7 +121,7 @@ cdef class WaitingQueue:
     """Waiting requests in order; see the module. An operation costs O(log n), a memory move and a look at the cache."""
 
     def __init__(self, config, cache, *, int64_t rebin_per_round=REBIN_PER_ROUND):
-        cdef int64_t groups = config.priority_groups + 1 if config.order == "priority" else 1
+        cdef int64_t groups = config.priority_groups + 2 if config.order == "priority" else 1
         if isinstance(cache, KvCache):
             self.cache = cache
         else:
@@ -150,7 +156,7 @@ cdef class WaitingQueue:
         return self.cache.version
 
     def group_sizes(self) -> list[int]:
-        """Newcomers in each group, lowest first. Changes nothing."""
+        """Newcomers in each group, lowest first, and last those with a deadline. Changes nothing."""
         cdef TenantLine line
         sizes = [0] * len(self.credits)
         for line in self.lines.values():
@@ -397,16 +403,21 @@ cdef class WaitingQueue:
     # --- turns --------------------------------------------------------------------------------------------------------
 
     cdef int64_t next_group(self) except -1:
-        """The non-empty group that would have the most credit after one more turn; the higher one on a tie."""
+        """The non-empty group that would have the most credit after one more turn; the higher one on a tie. The one of
+        those with a deadline, which takes no turns, where all others are empty."""
         cdef tuple lines = self.open_lines()
         cdef int64_t group, credit, most = 0, best = -1
         for group in range(len(self.credits)):
-            if self.is_filled(lines, group):
+            if self.is_filled(lines, group) and (best < 0 or not self.is_urgent(group)):
                 credit = <int64_t> self.credits[group] + weight_of(group)
                 if best < 0 or credit >= most:
                     best, most = group, credit
         assert best >= 0, "some group has somebody"
         return best
+
+    cdef bint is_urgent(self, int64_t group) noexcept:
+        """Whether it is the one of those with a deadline."""
+        return self.by_priority and group > self.priority_groups
 
     cdef bint is_filled(self, tuple lines, int64_t group) noexcept:
         """Whether somebody of those that may be next is in a group."""
@@ -417,11 +428,13 @@ cdef class WaitingQueue:
         return False
 
     cdef int charge(self, int64_t picked) except -1:
-        """A group's turn is over: it pays what all those with somebody in them get."""
+        """A group's turn is over: it pays what all those with somebody in them get. Deadlines cost no turn."""
         cdef tuple lines = self.open_lines()
         cdef int64_t group
+        if self.is_urgent(picked):
+            return 0
         for group in range(len(self.credits)):
-            if group != picked and self.is_filled(lines, group):
+            if group != picked and self.is_filled(lines, group) and not self.is_urgent(group):
                 self.credits[group] += weight_of(group)
                 self.credits[picked] -= weight_of(group)
                 self.has_credit = True
@@ -430,18 +443,18 @@ cdef class WaitingQueue:
     # --- places -------------------------------------------------------------------------------------------------------
 
     cdef LiveRequest head_by_turn(self):
-        """The first of the group whose turn it is. Its place is of this round, as far as the bound on looks allows."""
+        """The first of the group whose turn it is, or with a deadline whose time is over sooner. Its place is of this
+        round, as far as the bound on looks allows."""
         cdef LiveRequest found
         cdef TenantLine line
         cdef tuple lines
-        cdef int64_t group
+        cdef int64_t group, urgent = len(self.credits) - 1
         while True:
             group, lines = self.next_group(), self.open_lines()
             first = None
             for line in lines:
-                members = <list> line.groups[group]
-                if members and (first is None or members[0] < first):
-                    first = members[0]
+                first = sooner(first, <list> line.groups[group])
+                first = sooner(first, <list> line.groups[urgent])
             found = self.live[first[1]]
             if found.place_version >= self.round_version or self.looks_left <= 0 or not self.rebin(found):
                 return found
@@ -470,12 +483,11 @@ cdef class WaitingQueue:
         return self.put_into_group(found)
 
     cdef int place(self, LiveRequest found, double rank) except -1:
-        """Set (group, rank in it): 63 of 100 tokens cached with P = 10 is group 6; a fully cached prompt is group P, and
-        what has a deadline."""
+        """Set (group, rank in it): 63 of 100 tokens cached with P = 10 is group 6; a fully cached prompt is group P."""
         if not self.by_priority:
             found.group = 0
         elif found.claim is not None and found.claim.deadline_seconds is not None:
-            found.group = self.priority_groups
+            found.group = self.priority_groups + 1
         else:
             found.group = self.priority_groups * found.cached_now // found.known_tokens
         found.rank = <double> -found.cached_now if self.by_length else rank

@@ -16,12 +16,12 @@ from preble.types import BATCH, Claim
 
 
 class NoCache:
-    """Of a prompt that begins with 1, half is cached."""
+    """Of a prompt of 1s half is cached, of one of 2s all, of one of 0s nothing."""
 
     version = 0
 
     def cached_tokens(self, token_ids, namespace):
-        return len(token_ids) // 2 if token_ids[0] == 1 else 0
+        return len(token_ids) * int(token_ids[0]) // 2
 
 
 class Bench:
@@ -34,7 +34,7 @@ class Bench:
     def add(self, tenant="", tokens=100, now=0.0, *, cached=False, claim=None):
         if claim is None and tenant:
             claim = Claim(tenant)
-        ids = np.full(tokens, 1 if cached else 2, np.int32)
+        ids = np.full(tokens, int(cached), np.int32)
         live = LiveRequest(LocalRequest(f"r{self.number}", ids, 1, claim=claim), self.number, now)
         self.number += 1
         self.queue.add(live)
@@ -136,6 +136,52 @@ def test_the_nearest_deadline_goes_first_within_a_group():
     names = [bench.add(claim=Claim("a", deadline_seconds=limit)).request.request_id for limit in (9.0, 3.0, 6.0)]
     names.append(bench.add("a").request.request_id)  # counts as having the age bound, which is longer
     assert bench.take_all() == [names[1], names[2], names[0], names[3]]
+
+
+def test_with_a_deadline_all_wait_in_one_order_whatever_of_them_is_cached():
+    bench = Bench()
+    limits = [(9.0, 1), (3.0, 0), (6.0, 2), (12.0, 2), (4.0, 1), (15.0, 0)]  # and halves of the prompt that are cached
+    lives = [bench.add(claim=Claim("", deadline_seconds=limit), cached=halves) for limit, halves in limits]
+    assert bench.queue.group_sizes() == [0] * 11 + [len(limits)]
+    by_deadline = sorted(lives, key=lambda live: live.request.claim.deadline_seconds)
+    assert bench.take_all() == [live.request.request_id for live in by_deadline]
+
+
+def test_what_has_no_deadline_keeps_its_groups_and_their_turns_beside_what_has_one():
+    bench = Bench()
+    for _ in range(200):
+        bench.add()
+        bench.add(cached=True)
+    plain = []
+    for turn in range(240):
+        if turn % 3 == 0:
+            bench.add(claim=Claim("", deadline_seconds=2.0), cached=turn % 2)
+        live = bench.take()
+        plain += [live.cached_now > 0] * (live.request.claim is None)
+    assert len(plain) == 160
+    assert all(plain[at : at + 6].count(True) == 5 for at in range(0, 156, 6)), "weights 5 and 1"
+
+
+def test_what_has_a_deadline_is_next_before_whatever_waits_without():
+    bench = Bench()
+    for number in range(300):
+        bench.add(cached=number % 3)
+    for turn in range(20):
+        urgent = bench.add(claim=Claim("", deadline_seconds=2.0), cached=turn % 3)
+        assert bench.take() is urgent
+        bench.take()
+
+
+@pytest.mark.parametrize("cached", [0, 2])
+def test_who_has_no_deadline_does_not_starve_behind_more_with_one_than_are_served(cached):
+    bench = Bench(max_wait_seconds=10.0)
+    patient = bench.add(cached=cached)
+    taken = []
+    for second in range(10 + OVERDUE_EVERY):
+        for _ in range(2):
+            bench.add(claim=Claim("", deadline_seconds=2.0), now=float(second), cached=2)
+        taken.append(bench.take(float(second)))
+    assert patient in taken and patient is not taken[0]
 
 
 def test_more_tenants_than_are_compared_are_all_served():

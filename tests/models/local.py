@@ -10,9 +10,11 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from preble.batching.waiting_queue import DEADLINE_TOKENS
 from preble.local import Batch, LocalConfig
 
 Key = tuple[Hashable, tuple[int, ...]]
+URGENT = -1  # the group of those with a deadline, which takes no turns
 
 
 def next_token(prefix: tuple[int, ...], vocab_size: int = 6) -> int:
@@ -80,6 +82,8 @@ class NaiveRequest:
     max_new_tokens: int
     stops: frozenset[int]
     namespace: Hashable
+    deadline: float | None = None  # seconds from its arrival; so long that nothing comes too late
+    rank: float = 0.0  # who has the lowest one is next within a group
     output: list[int] = field(default_factory=list)
     running: bool = False
     preempted: bool = False
@@ -110,6 +114,7 @@ class NaiveLocal:
         self.credits = dict.fromkeys(range(config.priority_groups + 1), 0)
         self.cached_at_start: dict[str, int] = {}
         self.arrived = 0
+        self.latest_arrival = float("-inf")
         self.decodes_till_look = 0
         self.turns = 7  # picks by turn since one for age; every eighth pick may be for age
 
@@ -129,17 +134,31 @@ class NaiveLocal:
         return self.cache.matched(request.namespace, request.known)
 
     def group(self, request: NaiveRequest) -> int:
-        """By what was cached as the round began."""
+        """By what was cached as the round began; one of their own with a deadline."""
         if self.config.order != "priority":
             return 0
+        if request.deadline is not None:
+            return URGENT
         return self.config.priority_groups * self.cached_at_start[request.request_id] // len(request.known)
 
     # --- coming and going ---------------------------------------------------------------------------------------------
 
     def add(
-        self, name: str, prompt: tuple[int, ...], max_new: int, stops: frozenset[int], namespace: Hashable, now: float
+        self,
+        name: str,
+        prompt: tuple[int, ...],
+        max_new: int,
+        stops: frozenset[int],
+        namespace: Hashable,
+        now: float,
+        deadline: float | None = None,
     ) -> None:
-        self.requests[name] = NaiveRequest(name, self.arrived, now, prompt, max_new, stops, namespace)
+        request = NaiveRequest(name, self.arrived, now, prompt, max_new, stops, namespace, deadline)
+        self.latest_arrival = max(self.latest_arrival, now)
+        uncached = len(prompt) - min(self.cached_now(request), len(prompt) - 1)
+        wait = self.config.max_wait_seconds if deadline is None else deadline * (1 + uncached / DEADLINE_TOKENS)
+        request.rank = self.latest_arrival + wait
+        self.requests[name] = request
         self.arrived += 1
 
     def cancel(self, request_id: str) -> None:
@@ -321,14 +340,14 @@ class NaiveLocal:
             return waiting[0], False
         if self.config.order == "longest_prefix":
             return min(waiting, key=lambda r: (-self.cached_at_start[r.request_id], r.number)), True
-        if self.config.order == "fcfs":
-            return waiting[0], True
-        groups = {self.group(r) for r in waiting}
-        turn = max(groups, key=lambda g: (self.credits[g] + max(1, g), g))
-        return next(r for r in waiting if self.group(r) == turn), True
+        groups = {self.group(r) for r in waiting} - {URGENT} or {URGENT}
+        turn = max(groups, key=lambda g: (self.credits.get(g, 0) + max(1, g), g))
+        return min((r for r in waiting if self.group(r) in (turn, URGENT)), key=lambda r: (r.rank, r.number)), True
 
     def charge(self, picked: int, passed_over: set[str]) -> None:
-        for group in {self.group(r) for r in self.newcomers(passed_over)}:
+        if picked == URGENT:
+            return
+        for group in {self.group(r) for r in self.newcomers(passed_over)} - {URGENT}:
             self.credits[group] += max(1, group)
             self.credits[picked] -= max(1, group)
 
