@@ -22,7 +22,6 @@ class DecisionCore(E2):
     leases: dict[Hashable, int]
     live_max: int
     timings: TimingSamples | None
-    eligible_workers: int
     def __init__(
         self,
         tree: RadixTree,
