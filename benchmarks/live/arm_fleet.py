@@ -39,6 +39,8 @@ ARMS = (
 KINDS = {"preble workers": "workers", "lru workers": "lru workers"}  # of the group that an arm asks; else "servers"
 GATEWAYS = {"sglang-router": "sglang_router", "smg": "smg"}
 BLOCK_SIZES = {"sglang": 16, "vllm": 32}
+CARD_BLOCK_SIZE = 16  # of vLLM on a GPU
+CARD_CACHE_BYTES = 4 << 30  # for the KV cache of a server on a GPU: 32,768 tokens of the model of 7B's shape
 CONTEXT_TOKENS = 4096
 READY_SECONDS = 60.0
 FLUSH_TRIES = 600
@@ -74,6 +76,8 @@ def server_command(engine: str, python: Path, shape: engine_fleet.Shape, number:
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(shape.model)]
     command += ["--host", "127.0.0.1", "--port", str(shape.base_port + number), "--served-model-name", "model"]
     command += ["--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    if shape.device != "cpu":
+        command += ["--load-format", "dummy"]  # random weights, made where they are needed
     command += ["--kv-events-config", json.dumps({"enable_kv_cache_events": True, **events})]
     for name, value in arguments("vllm", shape).items():
         if value is not True:
@@ -84,9 +88,14 @@ def server_command(engine: str, python: Path, shape: engine_fleet.Shape, number:
 def arguments(engine: str, shape: engine_fleet.Shape) -> dict[str, Any]:
     """What an engine inside a worker is told: the same as servers."""
     if engine == "vllm":
-        blocks = shape.capacity_tokens // BLOCK_SIZES["vllm"] + 1
-        found = {"dtype": "float32", "block_size": BLOCK_SIZES["vllm"], "max_model_len": CONTEXT_TOKENS}
-        return {**found, "max_num_seqs": shape.max_running, "num_gpu_blocks_override": blocks, "enforce_eager": True}
+        block_size = BLOCK_SIZES["vllm"] if shape.device == "cpu" else CARD_BLOCK_SIZE
+        found = {"dtype": "float32", "block_size": block_size, "max_model_len": CONTEXT_TOKENS}
+        found |= {"max_num_seqs": shape.max_running, "enforce_eager": True}
+        found["num_gpu_blocks_override"] = shape.capacity_tokens // block_size + 1
+        if shape.device != "cpu":
+            # Servers that start at once on one card must not measure each other's memory: the cache's room is given.
+            found |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": CARD_CACHE_BYTES}
+        return found
     return {
         "device": "cpu",
         "attention_backend": "torch_native",
@@ -185,7 +194,8 @@ class EngineFleet:
             self._groups.pop(kind).stack.close()
 
     async def _started(self, kind: str) -> Group:
-        variables = {**engine_fleet.OFFLINE, **engine_fleet.ON_CPU, "PYTHONPATH": str(ROOT)}
+        variables = {**engine_fleet.OFFLINE, "PYTHONPATH": str(ROOT)}
+        variables |= engine_fleet.ON_CPU if self.shape.device == "cpu" else {}
         variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}
         group, waiting = Group(self._stack.enter_context(contextlib.ExitStack())), []
 

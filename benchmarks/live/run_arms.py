@@ -25,6 +25,7 @@ import argparse
 import asyncio
 import contextlib
 import datetime
+import functools
 import itertools
 import json
 import math
@@ -40,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.facts import commit, machine
+from benchmarks.common.facts import commit, first_line, machine
 from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.common.tables import rounded
 from benchmarks.live import arm_fleet, arm_noise, arm_plot, arm_report, engine_fleet
@@ -54,6 +55,7 @@ TRIES = 3  # of a noisy run
 LATE = 0.2  # of a run's seconds: a rate is too high when an answer comes so long after its request was due
 FIRST_RATE, RATE_STEP, RATE_RATIO, RATE_MIN, RATE_MAX = 6.0, 1.5, 1.12, 0.1, 128.0
 SEARCH_SEED = 1_000_000  # the repetition whose traffic the search has: no run is of it
+CARD_MODEL = "mistral-7b-shaped-no-weights"
 WARM_UP_REQUESTS = 2  # to each server, once after its start
 Found = dict[str, Any]
 
@@ -318,7 +320,13 @@ def kept_up(outcomes: Sequence[Outcome] | None) -> bool:
 def settings_of(args: argparse.Namespace) -> Found:
     """What a run depends on and no cell says."""
     names = ("model", "workers", "capacity_tokens", "max_running", "seconds", "output_tokens")
-    return {name: getattr(args, name) for name in names}
+    return {name: getattr(args, name) for name in names} | ({"device": card()} if args.device != "cpu" else {})
+
+
+@functools.lru_cache(maxsize=1)
+def card() -> str:
+    """The GPU that engines share."""
+    return first_line(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
 
 
 def line(run: Found) -> str:
@@ -342,10 +350,10 @@ async def measure(args: argparse.Namespace, engine: str, load: float, until: flo
     if not python.exists():
         print(f"{engine} is left out: tests/live/install.py --engine {engine} installs it", flush=True)
         return
-    model = make_tiny_model(args.model, args.engines / "models")
+    model = model_of(args)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     sources = Sources(tuple(stdlib_files()), args.agents, lambda text: list(tokenizer.encode(text).ids))
-    shape = engine_fleet.Shape(model, "cpu", args.workers, args.capacity_tokens, args.max_running, args.base_port)
+    shape = engine_fleet.Shape(model, args.device, args.workers, args.capacity_tokens, args.max_running, args.base_port)
     with contextlib.ExitStack() as stack:
         bench = Bench(args, arm_fleet.EngineFleet(engine, python, shape, stack), sources)
         for traffic in args.traffic:
@@ -353,6 +361,25 @@ async def measure(args: argparse.Namespace, engine: str, load: float, until: flo
                 print(f"agents are left out: {args.agents.name} is missing", flush=True)
                 continue
             await measure_traffic(bench, traffic, load, until)
+
+
+def model_of(args: argparse.Namespace) -> Path:
+    """The model's directory, made where it is missing."""
+    models = args.engines / "models"
+    return card_model(models) if args.model == CARD_MODEL else make_tiny_model(args.model, models)
+
+
+def card_model(models: Path) -> Path:
+    """A model of Mistral 7B's shape without weights, which its engine draws at random, and with the tiny model's
+    tokenizer and as many tokens as that has."""
+    from transformers import AutoTokenizer, MistralConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny_model("llama-20m", models))
+    config = MistralConfig(max_position_embeddings=32_768, sliding_window=None, vocab_size=len(tokenizer))
+    config.architectures = ["MistralForCausalLM"]
+    for part in (config, tokenizer):
+        part.save_pretrained(models / CARD_MODEL)
+    return models / CARD_MODEL
 
 
 async def measure_traffic(bench: Bench, traffic: str, load: float, until: float = math.inf) -> None:
@@ -386,7 +413,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--minutes", type=float, default=math.inf, help="after so long no run begins")
     made.add_argument("--first-rate", type=float, default=FIRST_RATE, help="where the search begins (%(default)s)")
     model = "llama-20m" if engine_fleet.cpu_dtype(Path("/proc/cpuinfo")) == "bfloat16" else "llama-1m"
-    made.add_argument("--model", choices=sorted(SPECS), default=model, help="llama-1m without AMX (%(default)s)")
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: vLLM servers that share one card")
+    models = [*sorted(SPECS), CARD_MODEL]
+    made.add_argument("--model", choices=models, default=model, help="llama-1m without AMX (%(default)s)")
     made.add_argument("--seconds", type=float, default=30.0, help="of arrivals in a run (%(default)s)")
     made.add_argument("--output-tokens", type=int, default=12)
     made.add_argument("--workers", type=int, default=2, help="engines, each on a core (%(default)s)")

@@ -1,6 +1,7 @@
 """Speed of the torch engine: prefill, prefix hit, and decode by batch size, beside transformers' own `generate`.
 
     taskset -c 0 python -m benchmarks.live.torch_engine [--model DIR] [--dtype auto] [--threads 1] [--seed 0]
+    python -m benchmarks.live.torch_engine --device cuda --dtype bfloat16 --model DIR
 
 Without --model it makes the demo's model of 20 million random weights. Each figure is the median of `--repeats` runs.
 """
@@ -74,10 +75,10 @@ class Bench:
         return batch * (OUTPUT_TOKENS - 1) / (total - first)
 
 
-def transformers_rates(path: Path, dtype: str, prompt: np.ndarray) -> tuple[float, float]:
+def transformers_rates(path: Path, dtype: str, device: str, prompt: np.ndarray) -> tuple[float, float]:
     """(prefill seconds, decode tokens per second) of `generate` with its cache, batch size 1."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-    token_ids = torch.tensor(prompt[None].astype(np.int64))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device)
+    token_ids = torch.tensor(prompt[None].astype(np.int64), device=device)
     seconds = []
     for count in (1, 1, OUTPUT_TOKENS):  # the first warms up
         start = time.perf_counter()
@@ -88,6 +89,8 @@ def transformers_rates(path: Path, dtype: str, prompt: np.ndarray) -> tuple[floa
             min_new_tokens=count,
             do_sample=False,
         )
+        if device != "cpu":
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return seconds[1], (OUTPUT_TOKENS - 1) / (seconds[2] - seconds[1])
 
@@ -101,6 +104,7 @@ def median(measure: Callable[[], float], repeats: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
@@ -112,10 +116,11 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, path: Path) -> None:
     """Print every figure for the model in `path`."""
-    engine = TorchEngine(path, local=LocalConfig(40_000), dtype=args.dtype, device="cpu", threads=args.threads)
+    engine = TorchEngine(path, local=LocalConfig(40_000), dtype=args.dtype, device=args.device, threads=args.threads)
     dtype = str(engine.dtype).removeprefix("torch.")
-    machine = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    print(f"{machine}, {args.threads} thread(s), torch {torch.__version__}, transformers {transformers.__version__}")
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {args.threads} thread(s)"
+    machine = cpu if args.device == "cpu" else torch.cuda.get_device_name()
+    print(f"{machine}, torch {torch.__version__}, transformers {transformers.__version__}")
     print(f"model {engine.info.model}, {dtype}, seed {args.seed}, median of {args.repeats}")
     vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
     bench = Bench(engine, vocab_size, args.seed)
@@ -129,7 +134,7 @@ def measure(args: argparse.Namespace, path: Path) -> None:
             rate = median(lambda b=batch, c=context: bench.decode_tokens_per_second(b, c), args.repeats)
             print(f"decode  batch {batch}, context {context:5d}               {rate:8.0f} tok/s")
     for length in (256, 2000):
-        seconds, rate = transformers_rates(path, dtype, bench.prompt(length))
+        seconds, rate = transformers_rates(path, dtype, args.device, bench.prompt(length))
         print(f"transformers generate, {length:5d}     {seconds * 1e3:8.1f} ms, decode {rate:5.0f} tok/s")
 
 
