@@ -117,7 +117,7 @@ class LeastLoad(Turns):
 class Preble:
     """The scheduler by its public contract, as a router before attached servers uses it."""
 
-    def __init__(self, workers: Sequence[Any], roles: Sequence[Role], block_size: int) -> None:
+    def __init__(self, workers: Sequence[Any], roles: Sequence[Role], block_size: int, *, among_all: bool) -> None:
         self._now = self._ticked = 0.0
         specs = [
             preble.WorkerSpec(str(i), kv_capacity_tokens=one.cap * block_size, block_size=block_size, role=role)
@@ -125,6 +125,9 @@ class Preble:
         ]
         self.scheduler = preble.GlobalScheduler(specs, cost_model="mistral-7b/a6000", clock=lambda: self._now)
         self._pairs: set[int] = set()
+        if among_all:  # pairs are thought of once somebody with a role has been there
+            spare = self.scheduler.add_worker(preble.WorkerSpec("spare", role=PREFILL))
+            self.scheduler.remove_worker(spare.id)
 
     def _at(self, now: float) -> preble.GlobalScheduler:
         self._now = max(self._now, now)
@@ -339,15 +342,19 @@ class PairFleet:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A rule, how many of the workers prefill only (a share), and what the others do."""
+    """A rule, how many of the workers prefill only (a share), and what the others do. `among_all`: nobody has a role,
+    and any two may be a pair."""
 
     rule: str
     prefill_share: float = 0.0
     others: Role = BOTH
+    among_all: bool = False
 
     def name(self, workers: int) -> str:
         """As the table has it."""
         prefills = self.prefills(workers)
+        if self.among_all:
+            return f"{self.rule}, {workers} both, pairs among them"
         return f"{self.rule}, {prefills} prefill, {workers - prefills} {self.others}" if prefills else self.rule
 
     def prefills(self, workers: int) -> int:
@@ -362,6 +369,7 @@ class Arm:
 
 ARMS = (
     *(Arm(rule) for rule in ("round_robin", "least_load", "e2")),
+    Arm("e2", among_all=True),
     *(Arm(rule, 0.5, DECODE) for rule in ("round_robin", "least_load")),
     *(Arm("e2", share, others) for share in (0.25, 0.5) for others in (BOTH, DECODE)),
 )
@@ -378,7 +386,7 @@ def rule_of(arm: Arm, workers: Sequence[Any], block_size: int) -> Rule:
     """An arm's rule, for these workers."""
     roles = arm.roles(len(workers))
     if arm.rule == "e2":
-        return Preble(workers, roles, block_size)
+        return Preble(workers, roles, block_size, among_all=arm.among_all)
     return Turns(roles) if arm.rule == "round_robin" else LeastLoad(roles)
 
 

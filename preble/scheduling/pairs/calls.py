@@ -103,7 +103,8 @@ class PairCalls(RequestApi):
         from .placing import PairWorld
 
         draining = [name for name, worker in self._workers.items() if worker.draining]
-        return PairWorld(self._pairs, self._kv_moves, self._policy, draining, self._recorder, self._accounts)
+        room = {name: worker.spec.kv_capacity_tokens for name, worker in self._workers.items()}
+        return PairWorld(self._pairs, self._kv_moves, self._policy, draining, room, self._recorder, self._accounts)
 
     def _accounts(self) -> Tenants:
         """Of tenants, made when they are first needed. Under the lock."""

@@ -24,6 +24,7 @@ from ...lazy_typing import TYPE_CHECKING, Any
 from ...types import DECODE, PREFILL, Role, WorkerSpec
 from ..observer import RequestObserver
 from ..pulls.link_times import LinkTimes
+from .handovers import HandOvers
 
 if TYPE_CHECKING:
     from ..policy_state import PolicyState
@@ -56,6 +57,7 @@ class PairHalves(RequestObserver):
         self.core = core
         self.state = state
         self.roles: dict[str, str] = {}  # of those that do not do both
+        self.hand_overs = HandOvers()  # of our pairs
         self.links = LinkTimes()  # where no worker says what it can move, and nothing is measured
         self.guessed_token_bytes = GUESSED_TOKEN_BYTES
         self.placed = 0
@@ -63,8 +65,6 @@ class PairHalves(RequestObserver):
         self._halves: dict[Hashable, Hashable] = {}  # key of a live request -> id of its prefill half, which is live
         self._owners: dict[Hashable, Hashable] = {}
         self._begins: set[Hashable] = set()  # keys of those whose decode has not begun
-        self._decodes_at: dict[Hashable, str] = {}  # of these, our pairs: who decodes
-        self._waiting: dict[str, dict[Hashable, float]] = {}  # by that worker: whose prefill is over, and since when
         self._only_prefilled: set[Hashable] = set()  # keys of other routers' prefill halves
         self._numbers = 0
 
@@ -81,12 +81,12 @@ class PairHalves(RequestObserver):
             self._numbers += 1
         return made
 
-    def booked(self, key: Hashable, half: Hashable, worker: str) -> None:
-        """Both halves of a request are booked, that of the decode on `worker`."""
+    def booked(self, key: Hashable, half: Hashable, worker: str, moved_tokens: int) -> None:
+        """Both halves of a request are booked, that of the decode on `worker`, which is to get so much KV."""
         self._halves[key] = half
         self._owners[half] = key
         self._begins.add(key)
-        self._decodes_at[key] = worker
+        self.hand_overs.booked(key, worker, moved_tokens)
         self.separated += 1
 
     def placed_by_peer(self, key: Hashable, worker: str, half: Role | None, now: float) -> None:
@@ -107,25 +107,13 @@ class PairHalves(RequestObserver):
         """The id of a live request's prefill half, if that is live."""
         return self._halves.get(key)
 
-    def waiting_seconds(self, worker: str, now: float) -> float:
-        """For how long a request has been waiting to be decoded by a worker, its prefill being over: the one that has
-        longest; 0 where none waits. O(1)."""
-        since = next(iter(self._waiting.get(worker, {}).values()), now)
-        return max(now - since, 0.0)
-
     def owners_of(self, request_ids: Iterable[Hashable]) -> list[Hashable]:
         """Live requests, each once and in order: instead of a prefill half the request it is of."""
         return list(dict.fromkeys(key_value(self._owners.get(one, one)) for one in request_ids))
 
-    def _begun(self, key: Hashable) -> None:
-        """A request is decoded, or over."""
-        self._begins.discard(key)
-        worker = self._decodes_at.pop(key, None)
-        if worker is not None:
-            self._waiting.get(worker, {}).pop(key, None)
-
     def _ended(self, key: Hashable, now: float) -> None:
-        self._begun(key)
+        self._begins.discard(key)
+        self.hand_overs.ended(key)
         self._only_prefilled.discard(key)
         half = self._halves.pop(key, None)
         if half is not None:
@@ -136,8 +124,7 @@ class PairHalves(RequestObserver):
         owner = self._owners.pop(key, None)
         if owner is not None:
             del self._halves[owner]
-            if owner in self._decodes_at:
-                self._waiting.setdefault(self._decodes_at[owner], {})[owner] = now
+            self.hand_overs.prefilled(owner, now)
 
     # --- what it looks on at ------------------------------------------------------------------------------------------
 
@@ -147,7 +134,8 @@ class PairHalves(RequestObserver):
 
     def on_first_token(self, key: Hashable, now: float, cached_tokens: int | None) -> None:
         if key in self._begins:
-            self._begun(key)
+            self._begins.discard(key)
+            self.hand_overs.ended(key)
             decode_began(self.core, key, now)
         if self.state is not None:
             self.state.on_first_token(key, now, cached_tokens)
@@ -172,7 +160,7 @@ class PairHalves(RequestObserver):
     def closed(self, worker: str) -> None:
         """A worker has left."""
         self.roles.pop(worker, None)
-        self._waiting.pop(worker, None)
+        self.hand_overs.closed(worker)
         if self.state is not None:
             self.state.closed(worker)
 
@@ -188,9 +176,7 @@ class PairHalves(RequestObserver):
             assert key in live, f"the prefill half {half} has outlived its request"
             assert half in live, f"the prefill half {half} is over, and is kept"
         assert self._begins <= set(live), "a decode is to begin whose request is over"
-        waiting = {key: worker for worker, of in self._waiting.items() for key in of}
-        assert waiting.items() <= self._decodes_at.items(), "one waits to be decoded that is not to be decoded there"
-        assert self._decodes_at.keys() <= self._begins, "it is known who decodes a request that nobody is to decode"
+        self.hand_overs.check(self._begins)
         assert self._only_prefilled <= set(live), "another router's prefill half is over, and is kept"
         strays = [key for key in live if is_half(key) and key not in self._owners]
         assert not strays, f"prefill halves of nobody: {strays}"

@@ -11,7 +11,7 @@ may have as much to do as it will. A tenant is charged for both halves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 from ..._core.dict_keys import find_key
 from ..._placement.decision import unit_draw
@@ -24,7 +24,7 @@ from ...types import BATCH, BOTH, DECODE, PREFILL, Claim, Explanation, PairDecis
 from ..charges import service_of
 from .explaining import explained, pair_cost
 from .halves import PairHalves
-from .price import HalfTerms, PairChoice, Ways, transfer_price, ways_of
+from .price import HalfTerms, PairChoice, Ways, room_price, transfer_price, ways_of
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -87,12 +87,14 @@ class AskedPair:
 @dataclass(frozen=True, slots=True)
 class PairWorld:
     """What a decision is made with, beside the scheduler: who has which role, what KV can move, the policy (None: E2),
-    workers that take nothing new, who keeps records, and the accounts of tenants, made when they are needed."""
+    workers that take nothing new, each worker's room for KV, who keeps records, and the accounts of tenants, made when
+    they are needed."""
 
     pairs: PairHalves
     moves: KvMoves | None
     policy: Policy | None
     draining: Collection[str]
+    kv_capacity_tokens: Mapping[str, int]
     recorder: Recorder | None
     accounts: Callable[[], Tenants]
 
@@ -229,15 +231,19 @@ class PairPlacing:
         return str(self._core.names[of.row])
 
     def _transfer(self, one: HalfTerms, other: HalfTerms, moved_tokens: int) -> float:
-        """Seconds of a transfer; at least as many as somebody has been waiting for who was handed over before."""
-        source, target = self._name(one), self._name(other)
+        """Seconds of a transfer, and for how long its KV waits for room; at least as many as somebody has been waiting
+        for who was handed over before."""
+        source, target, of = self._name(one), self._name(other), self._pairs.hand_overs
         if self._moves is not None and not self._moves.are_alike(source, target):
             return float("inf")
         links = self._pairs.links if self._moves is None else self._moves.links
         token_bytes = 0 if self._moves is None else self._moves.token_bytes(target)
         moved_bytes = float(moved_tokens * (token_bytes or self._pairs.guessed_token_bytes))
         price = transfer_price(moved_bytes, links.estimate(source, target, self._now, is_fast=True), one, other)
-        return max(price, self._pairs.waiting_seconds(target, self._now))
+        if self._pairs.roles.get(source, BOTH) == BOTH:
+            coming_tokens = of.coming_tokens(target) + moved_tokens
+            price += room_price(other, coming_tokens, self._world.kv_capacity_tokens[target])
+        return max(price, of.waiting_seconds(target, self._now))
 
     def _by_policy(self, policy: Policy, asked: AskedPair, ways: Ways) -> PairDecision:
         """The pair that a policy chooses; where those that prefill only are late, as if there were none."""
@@ -274,7 +280,7 @@ class PairPlacing:
         except BaseException:
             give_back_half(core, key, now)
             raise
-        pairs.booked(key, half, second.worker)
+        pairs.booked(key, half, second.worker, pair.moved_tokens)
         for name, decision in ((key, second), (half, first)):
             pairs.on_decision(name, decision, seen, now)
         if self._moves is not None:

@@ -8,6 +8,8 @@ its output. Owns these sums; their terms are E2's (`_placement/e2.pyx`), booking
            queue + P (1 + kappa) + loading + eviction + balance, + 0.1 B P where others decode there
            between them:
            transfer, and who has requests at either end waits while its engine copies
+           where the one that prefills could decode it as well, D T / (K (1 - u)) for room
+           all this is at least what the oldest has waited that was handed over there and still waits
            max(Q - (1 - u) t, 0)                          what is left there of others' prefills, which go before
            on the one that decodes:
            4 ms B + slowed + decode + eviction + balance + 0.1 D u / (1 - u)
@@ -15,6 +17,8 @@ its output. Owns these sums; their terms are E2's (`_placement/e2.pyx`), booking
     D      seconds of the whole decode by the cost model, beside the requests that decode there now
     u      share of that worker's time that prefills have had within the window, 0.9 at most
     Q      its queue, without the 4 ms B; t: until the KV comes, queue, loading, P and transfer. Prefills go on coming
+    T      tokens of KV that are to come there, these among them; K: the room that it has for KV. Where it was prefilled
+           its KV has a place, and so the pair's is a second one, while D lasts
     kappa  rho / (1 - rho), 2 at most; rho: the mean load of the workers of that role, of the time observed
 
 A decode that lasts D alone meets D u / (1 - u) seconds of others' prefills, and waits for a tenth of these, as E2
@@ -115,6 +119,13 @@ def transfer_price(moved_bytes: float, link: LinkEstimate, one: HalfTerms, other
     """Seconds that a transfer takes, and that others wait for it at either end."""
     copied = link.source_byte_seconds * one.live_requests + link.target_byte_seconds * other.live_requests
     return link.seconds(moved_bytes) + copied * moved_bytes
+
+
+def room_price(terms: HalfTerms, coming_tokens: int, kv_capacity_tokens: int) -> float:
+    """Seconds that KV which is to come waits for room: it stays while it is decoded, and the worker goes on filling its
+    memory with prefills of its own."""
+    share = min(terms.prefill_share, PREFILL_SHARE_MAX)
+    return terms.whole_decode * coming_tokens / (kv_capacity_tokens * (1.0 - share))
 
 
 def wait_for_prefills(one: HalfTerms, other: HalfTerms, transfer_seconds: float) -> float:

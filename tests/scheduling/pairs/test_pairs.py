@@ -9,7 +9,8 @@ import pytest
 import preble
 from preble import GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec
 from preble.errors import DuplicateRequest, InvalidConfig, InvalidInput, InvalidTokens, NoWorkers, UnknownWorker
-from preble.scheduling.pairs.price import HalfTerms, wait_for_prefills
+from preble.scheduling.pairs.handovers import HandOvers
+from preble.scheduling.pairs.price import HalfTerms, room_price, wait_for_prefills
 from preble.types import PairDecision, Role
 
 COST = preble.CostModel([(1, 0.001), (1001, 1.001)])  # a millisecond a token, whatever else is computed
@@ -21,7 +22,7 @@ def prompt(number: int, tokens: int = 500) -> list[int]:
 
 def fleet(roles: dict[str, str], **options: Any) -> tuple[GlobalScheduler, ManualClock]:
     clock = ManualClock()
-    said: dict[str, Any] = {"kv_capacity_tokens": 1_000_000}
+    said: dict[str, Any] = {"kv_capacity_tokens": options.pop("kv_capacity_tokens", 1_000_000)}
     specs = [WorkerSpec(name, **said, role=cast("Role", role)) for name, role in roles.items()]
     return GlobalScheduler(specs, cost_model=COST, clock=clock, **options), clock
 
@@ -194,6 +195,41 @@ def test_who_keeps_one_waiting_that_was_handed_over_decodes_no_other() -> None:
     assert scheduler.schedule_pair(prompt(12), max_new_tokens=50).worker == first.worker
     scheduler.remove_worker(first.worker)
     scheduler.check()
+
+
+def test_it_is_known_how_much_kv_is_on_its_way_to_whom() -> None:
+    of = HandOvers()
+    for key in "abc":
+        of.booked(key, "d", 100)
+    of.prefilled("b", 10.0)
+    of.prefilled("c", 11.0)
+    of.prefilled("e", 12.0)  # is no pair's
+    of.check("abc")
+    assert of.coming_tokens("d") == 300 and of.waiting_seconds("d", 13.0) == 3.0
+    of.ended("b")
+    assert of.coming_tokens("d") == 200 and of.waiting_seconds("d", 13.0) == 2.0
+    of.closed("d")
+    of.ended("c")
+    of.booked("f", "d", 50)  # a worker of the same name
+    of.ended("a")
+    of.check("f")
+    assert of.coming_tokens("d") == 50 and of.waiting_seconds("d", 14.0) == 0.0
+
+
+def test_a_second_place_for_kv_is_priced_only_where_who_prefills_could_decode() -> None:
+    """Pairs among workers that do both filled each other's memory beyond saturation, and waited there."""
+    of = HalfTerms(0, 3, 0, *([0.0] * 8), 2.0, 0.5)
+    assert room_price(of, 300, 1000) == pytest.approx(2.0 * 300 / 500)
+    prices = {}
+    for role in ("both", "prefill"):
+        scheduler, _ = fleet({"a": role, "b": "both", "p": "prefill"}, kv_capacity_tokens=2000)
+        exclude = ["p"] if role == "both" else ["a"]
+        for n in range(3):
+            scheduler.schedule(prompt(n), exclude=["a"] if role == "both" else [])
+        why = scheduler.explain_pair(prompt(5), exclude=exclude)
+        assert why.pair is not None
+        prices[role] = why.pair.transfer_seconds
+    assert prices["both"] > prices["prefill"] + 0.1
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "kv_cost"])
