@@ -2,7 +2,8 @@
 loads and what is printed.
 
     python -m benchmarks.scale.pairs [--workloads agents loogle mooncake] [--workers 2 4 8] [--loads 0.1 0.6 0.9 1.2]
-                                     [--seeds 10 11 12] [--gbits 100] [--share 0.5] [--json FILE]
+                                     [--seeds 10 11 12] [--arms NAME ...] [--gbits 100] [--share 0.5]
+                                     [--json FILE]
 
 Workloads, engines and what is counted are the contest's (`benchmarks/paper/contest_cells.py`); load is a share of what
 its pooled reference ends of a backlog, for so many workers. Agents are sessions in a closed loop, at load 1 as many for
@@ -162,6 +163,8 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for load in args.loads:
                 made = [(seed, workload_of(name, workers, load, seed, args.share, rates)) for seed in args.seeds]
                 for arm in {one.name(workers): one for one in ARMS}.items():
+                    if args.arms is not None and arm[0] not in args.arms:
+                        continue
                     runs = [
                         figures_of(workload, arm[1], workers, seed, args.gbits / 8 * 1e9) for seed, workload in made
                     ]
@@ -190,6 +193,7 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--loads", type=float, nargs="+", default=[0.1, 0.6, 0.9, 1.2])
+    parser.add_argument("--arms", nargs="+", metavar="NAME", help="only these, as the table has them")
     parser.add_argument("--gbits", type=float, default=100.0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12])
     parser.add_argument("--share", type=float, default=0.5, help="of each workload's requests (%(default)s)")

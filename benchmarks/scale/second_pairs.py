@@ -1,7 +1,8 @@
 """Pairs of workers in a second simulator, which has no part in ours: another engine, another transfer, other traffic.
 
     python -m benchmarks.scale.second_pairs [--cases unique docs coding] [--workers 2 4 8] [--loads 0.2 0.8 1.2]
-                                            [--seeds 0 1 2] [--gbits 100] [--json FILE] [--contest ../shared/contest]
+                                            [--seeds 0 1 2] [--arms NAME ...] [--gbits 100] [--json FILE]
+                                            [--contest ../shared/contest]
 
 That simulator (`simulator.py` and `cases.py` of the folder `--contest`) is no part of this project and knows no pairs.
 They are added here as vLLM's servers do it, where KV is pulled:
@@ -411,6 +412,8 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for workers in args.workers:
             for load in args.loads:
                 for title, arm in {one.name(workers): one for one in ARMS}.items():
+                    if args.arms is not None and title not in args.arms:
+                        continue
                     runs = [
                         figures_of(
                             second, build(load * workers / own_workers, seed), arm, workers, args.gbits / 8 * 1e9
@@ -440,6 +443,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--loads", type=float, nargs="+", default=[0.2, 0.8, 1.2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", metavar="NAME", help="only these, as the table has them")
     parser.add_argument("--gbits", type=float, default=100.0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--contest", type=Path, metavar="DIR", default=CONTEST)
