@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.paths import DOCS
 from benchmarks.live.arm_fleet import ARMS, GATEWAYS, suits
-from benchmarks.live.arm_report import OURS, Found, counted, runs_of, traffics
+from benchmarks.live.arm_report import OURS, PAGES, PICTURES, Found, counted, runs_of, traffics
 
-FILE = DOCS / "figures" / "live-arms.png"
+FILES = {device: PAGES[device].parent / picture for device, picture in PICTURES.items()}
 COLUMNS = 4
 INK, OURS_COLOUR, GATEWAY_COLOUR, OTHER_COLOUR = "#333333", "#2b6ca3", "#d1603d", "#8a8a8a"
 
@@ -22,7 +21,7 @@ def colour(arm: str) -> str:
     return OURS_COLOUR if arm in OURS else GATEWAY_COLOUR if arm in GATEWAYS else OTHER_COLOUR
 
 
-def draw(kept: Sequence[Found], file: Path = FILE) -> None:
+def draw(kept: Sequence[Found], device: str = "cpu", file: Path | None = None) -> None:
     """Write the picture of what was measured; none if nothing was."""
     from matplotlib.figure import Figure
 
@@ -44,6 +43,7 @@ def draw(kept: Sequence[Found], file: Path = FILE) -> None:
             axes.set_visible(False)
     told = "mean TTFT, s; shorter is better\na dot for each repetition (hollow: noisy), a bar at their mean"
     sheet.supxlabel(told, fontsize=8, color=INK)
+    file = file or FILES[device].resolve()
     file.parent.mkdir(parents=True, exist_ok=True)
     sheet.savefig(file, dpi=110, metadata={"Software": None})
 
@@ -65,7 +65,7 @@ def panel(axes: Any, found: dict[str, dict[int, Found]]) -> None:
     axes.set_yticks(range(len(found)), list(found), fontsize=8)
     for label in axes.get_yticklabels():
         label.set_color(colour(label.get_text()))
-    axes.invert_yaxis()
+    axes.set_ylim(len(found) - 0.5, -0.5)
     axes.margins(x=0.16)
     axes.set_xlim(left=0.0)
     axes.grid(axis="x", color="#e4e4e4", linewidth=0.8, zorder=0)

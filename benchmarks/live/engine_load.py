@@ -15,14 +15,14 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import aiohttp
 import numpy as np
 
 from preble import Router, SamplingParams
 from preble.errors import PrebleError
+from preble.router import RouterConfig
 
 ARMS = ("e2", "round robin", "partition", "gateway")
 REQUEST_SECONDS = 120.0
@@ -60,6 +60,7 @@ class Outcome:
     error: str = ""
 
 
+PATIENT = RouterConfig(refuse_wait_seconds=None)  # of our routers: the other arms refuse nobody, either
 Ask = Callable[[Request], AsyncIterator[Progress]]
 Gateway = Callable[[], contextlib.AbstractAsyncContextManager[str]]
 
@@ -73,7 +74,6 @@ class Fleet:
     http: bool = True
     vocabulary: int = 0
     gateway: Gateway | None = None
-    router_options: dict[str, Any] = field(default_factory=dict)
 
     def arms(self) -> list[str]:
         """The arms that can be measured here."""
@@ -136,10 +136,10 @@ async def opened(arm: str, fleet: Fleet, output_tokens: int) -> AsyncIterator[As
             yield lambda one: posted(session, home := home_of(one, fleet), one, output_tokens, home)
     elif arm == "partition":
         async with contextlib.AsyncExitStack() as stack:
-            routers = {one: await stack.enter_async_context(Router([one])) for one in fleet.addresses}
+            routers = {one: await stack.enter_async_context(Router([one], config=PATIENT)) for one in fleet.addresses}
             yield lambda one: routed(routers[home_of(one, fleet)], one, output_tokens)
     elif arm in ("e2", "round robin"):
-        router = Router(fleet.addresses, policy=arm.replace(" ", "_"), **fleet.router_options)
+        router = Router(fleet.addresses, policy=arm.replace(" ", "_"), config=PATIENT)
         async with router:
             await asyncio.wait_for(everyone_ready(router, len(fleet.addresses)), ROUTER_SECONDS)
             yield lambda request: routed(router, request, output_tokens)

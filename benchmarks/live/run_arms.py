@@ -55,6 +55,7 @@ TRIES = 3  # of a noisy run
 LATE = 0.2  # of a run's seconds: a rate is too high when an answer comes so long after its request was due
 FIRST_RATE, RATE_STEP, RATE_RATIO, RATE_MIN, RATE_MAX = 6.0, 1.5, 1.12, 0.1, 128.0
 SEARCH_SEED = 1_000_000  # the repetition whose traffic the search has: no run is of it
+FILES = {"cpu": "live-arms.jsonl", "cuda": "live-arms-gpu.jsonl"}
 CARD_MODEL = "mistral-7b-shaped-no-weights"
 WARM_UP_REQUESTS = 2  # to each server, once after its start
 Found = dict[str, Any]
@@ -427,16 +428,17 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--peers", type=Path, default=ROOT / ".venv-peers/bin/python", help="Python with the gateways")
     agents = shared / "workloads" / "agents" / "taubench_gpt4o_airline.json.gz"
     made.add_argument("--agents", type=Path, default=agents, help="dialogues of tau-bench")
-    made.add_argument("--json", type=Path, default=RESULTS / "live-arms.jsonl", help="where runs are kept")
+    made.add_argument("--json", type=Path, help="where runs are kept (live-arms.jsonl, of a GPU live-arms-gpu.jsonl)")
     made.add_argument("--decisions", type=Path, help="a directory for all decisions of Preble, for who asks why")
     made.add_argument("--report", action="store_true", help="measure nothing")
-    made.add_argument("--docs", action="store_true", help="write the tables into docs/results-live.md")
+    made.add_argument("--docs", action="store_true", help="write the tables into docs, too")
     return made
 
 
 def main() -> None:
     """Measure what is missing, then show all."""
     args = parser().parse_args()
+    args.json = args.json or RESULTS / FILES[args.device]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # engines end with this process
     if not args.report:
         until = time.monotonic() + 60.0 * args.minutes
@@ -444,9 +446,9 @@ def main() -> None:
             asyncio.run(measure(args, engine, load, until))
     kept = read_lines(args.json)
     if args.docs or args.report:
-        arm_report.write_docs(kept)
-        arm_plot.draw(kept)
-    print(arm_report.page(kept))
+        arm_report.write_docs(kept, args.device)
+        arm_plot.draw(kept, args.device)
+    print(arm_report.page(kept, args.device))
 
 
 if __name__ == "__main__":

@@ -501,6 +501,21 @@ async def server(path: str, handler: Any) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
+def test_servers_that_share_a_card_are_given_their_room_and_draw_their_weights(tmp_path: Path) -> None:
+    def command(device: str) -> list[str]:
+        shape = engine_fleet.Shape(tmp_path, device, 4, 11_000, 8, 24_000)
+        return arm_fleet.server_command("vllm", Path("python"), shape, 1)
+
+    def said(words: list[str], name: str) -> str | None:
+        return words[words.index(name) + 1] if name in words else None
+
+    card, cpu = command("cuda"), command("cpu")
+    assert said(card, "--load-format") == "dummy" and said(cpu, "--load-format") is None
+    assert said(card, "--dtype") == "bfloat16" and said(cpu, "--dtype") == "float32"
+    assert said(card, "--num-gpu-blocks-override") == "688" and said(card, "--block-size") == "16"
+    assert "--kv-cache-memory-bytes" in card and "--kv-cache-memory-bytes" not in cpu
+
+
 @asynchronous
 async def test_a_completion_of_vllm_is_read_with_its_hit() -> None:
     bodies = []
@@ -547,6 +562,12 @@ def test_losses_come_first_and_what_lacks_is_told() -> None:
     assert "- sglang, documents, at 0.8, 0.5" in page and "- vllm, agents, at 0.95, 0.8, 0.5" in page
 
 
+def test_where_none_of_ours_was_run_no_loss_is_claimed_or_denied() -> None:
+    page = arm_report.page([run_of("smg", 1, 2.0), run_of("partition", 1, 1.0)], "cuda")
+    assert page.startswith("**Losses.**\n\nNot known: no arm of ours was run.")
+    assert "(../figures/live-arms-gpu.png)" in page
+
+
 def test_a_bar_is_met_by_the_best_gateway_or_missed_by_it() -> None:
     kept = [run_of("preble serve", n, 1.0) for n in (1, 2, 3)] + [run_of("round robin", n, 2.6) for n in (1, 2, 3)]
     kept += [run_of("smg", n, 1.1) for n in (1, 2, 3)] + [run_of("sglang-router", n, 3.0) for n in (1, 2, 3)]
@@ -559,9 +580,9 @@ def test_a_bar_is_met_by_the_best_gateway_or_missed_by_it() -> None:
 
 
 def test_the_picture_is_drawn_of_what_there_is(tmp_path: Path) -> None:
-    arm_plot.draw([], tmp_path / "live.png")
+    arm_plot.draw([], file=tmp_path / "live.png")
     assert not (tmp_path / "live.png").exists()
-    arm_plot.draw([run_of("smg", 1, 2.0, noisy=True), run_of("preble serve", 1, 1.0)], tmp_path / "live.png")
+    arm_plot.draw([run_of("smg", 1, 2.0, noisy=True), run_of("preble serve", 1, 1.0)], file=tmp_path / "live.png")
     assert (tmp_path / "live.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -588,9 +609,9 @@ def test_a_run_that_nobody_answered_is_no_figure() -> None:
 def test_the_page_is_put_between_its_marks(tmp_path: Path) -> None:
     file = tmp_path / "page.md"
     file.write_text(f"before\n{arm_report.BEGIN}\nold\n{arm_report.END}\nafter\n")
-    arm_report.write_docs([], file)
+    arm_report.write_docs([], file=file)
     assert file.read_text() == f"before\n{arm_report.BEGIN}\n\nNo run is kept.\n\n{arm_report.END}\nafter\n"
     file.write_text("no marks")
     with pytest.raises(ValueError, match="needs the markers"):
-        arm_report.write_docs([], file)
-    assert arm_report.BEGIN in arm_report.PAGE.read_text()
+        arm_report.write_docs([], file=file)
+    assert all(arm_report.BEGIN in page.read_text() for page in arm_report.PAGES.values())
