@@ -21,8 +21,9 @@ Why a token is asked for: a long prefill shows in the reports (blocks are taken 
 it does not, such as a grammar that is compiled or a video that is fetched; and other requests are not held up by that.
 
 What is expected is worth little before it has proved right. It has where `ON_TIME_MIN` first tokens came on time, one
-of them of a prefill at least half as long as any that waits, and none was late since. Where it has not, a token is
-asked for after `DOUBT_TIMES` `hung_seconds`, and waited for `UNSURE_SECONDS` or longer.
+of them of a prefill at least half as long as any that waits, and none was late since. Where it has not, nothing is
+doubted before `DOUBT_TIMES` `hung_seconds`, a step is given `OVERDUE_TIMES` what is expected of it, and a token that is
+asked for `UNSURE_SECONDS` or longer.
 
 A server that stalled, began nothing or was idle is trusted again when it shows work: output, events, another report.
 Not thread-safe.
@@ -250,11 +251,14 @@ class EngineWatch:
 
     def _is_longer(self, seconds: float, limit: float) -> bool:
         """Whether a pause is longer than a limit and than one step more: of the longest prefill that waits, and of all
-        that is beyond what was worked off of late, for in that no step was longer than is usual."""
+        that is beyond what was worked off of late, for in that no step was longer than is usual. Where what is expected
+        of them is not proven, the step may be several times as long, and the limit is that of a doubt."""
         if seconds < limit or not self._waiting:
             return seconds >= limit
         expected = self._expected()
         step = max(sum(expected) - self._queues.longest, max(expected))
+        if not self._is_proven(expected):
+            limit, step = max(limit, self._doubt_seconds), OVERDUE_TIMES * step
         return seconds >= limit + min(step, STEP_SECONDS_MAX)
 
     def _expected(self) -> list[float]:

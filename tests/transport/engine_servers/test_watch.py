@@ -133,6 +133,7 @@ def test_a_step_that_may_compute_all_that_wait_is_given_that_time(
 ) -> None:
     """Live: ten prompts of 0.2 s were one step of 3.5 s, in which the server answered nothing, and all were moved."""
     story = busy()
+    story.proves(max(prefills))
     for name, expected in enumerate(prefills):
         story.watch.waits(name, expected)
     found = story.seconds_until(STALLED if answers else SILENT, answers=answers)
@@ -141,6 +142,24 @@ def test_a_step_that_may_compute_all_that_wait_is_given_that_time(
         story.watch.waits_no_more(name)
     story.watch.output()
     assert story.turn() == ""
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_first_long_step_of_an_engine_that_is_slower_than_expected_is_no_hang(answers: bool) -> None:
+    """Live: in the fifth second a step of four prompts, expected to take 0.2 s each, took 4 s, while two streams had
+    begun. The server counted as standing still, and six requests waited for 10 to 16 s more at the other."""
+    story = Story()
+    story.watch.began()
+    story.works(2.0)
+    for _ in range(100):
+        story.watch.moved()
+    for name in range(4):
+        story.watch.waits(name, 0.2)
+    for _ in range(round(6.0 / TURN)):
+        assert story.turn() == ""
+        if answers and story.seconds % 0.5 == 0.0:
+            story.report()
+    assert story.seconds_until(STALLED if answers else SILENT, answers=answers) < 5.0, "but not for ever"
 
 
 @pytest.mark.parametrize("answers", [True, False])
