@@ -36,7 +36,7 @@ def explained(
     each worker that may prefill."""
     costs = []
     for one, role in ways.prefills:
-        pair = chosen if one.row == chosen.prefills.row else _cheapest_with(one, ways, transfer)
+        pair = chosen if one.row == chosen.prefills.row else _cheapest_with(one, role, ways, transfer)
         costs.append(_cheaper(one, role, pair, ways, name_of, is_chosen=pair is chosen))
     own = next(cost for cost in costs if cost.worker == name_of(chosen.prefills))
     others = sorted((cost.score, cost.worker) for cost in costs if cost is not own and cost.candidate)
@@ -59,8 +59,9 @@ def pair_cost(pair: PairChoice, one_seconds: float, name_of: NameOf) -> PairCost
     return PairCost(*names, pair.moved_tokens, pair.transfer_seconds, pair.seconds, one_seconds)
 
 
-def _cheapest_with(one: HalfTerms, ways: Ways, transfer: Transfer) -> PairChoice | None:
-    return cheapest_pair([(0.0, one)], [(decode_price(of), of) for of in ways.decodes], ways.prompt_tokens, transfer)
+def _cheapest_with(one: HalfTerms, role: str, ways: Ways, transfer: Transfer) -> PairChoice | None:
+    decodes = [(decode_price(of), of) for of in ways.decodes]
+    return cheapest_pair([(0.0, one, role)], decodes, ways.prompt_tokens, transfer)
 
 
 def _cheaper(
@@ -83,7 +84,9 @@ def _cost(
     """What a request costs that `one` prefills and `other` decodes, who may be the same."""
     in_two = other.row != one.row
     beside = INTERRUPTED_SHARE * one.live_requests if role == BOTH else 0.0
-    waits = wait_for_prefills(one, other, transfer_seconds) + REQUEST_SECONDS * other.live_requests
+    waits = REQUEST_SECONDS * other.live_requests
+    if role == BOTH:
+        waits += wait_for_prefills(one, other, transfer_seconds)
     terms: dict[str, Any] = {
         "prefill_seconds": one.prefill,
         "queue_seconds": one.queue + (waits if in_two else 0.0),

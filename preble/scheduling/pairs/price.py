@@ -10,7 +10,8 @@ its output. Owns these sums; their terms are E2's (`_placement/e2.pyx`), booking
            transfer, and who has requests at either end waits while its engine copies
            where the one that prefills could decode it as well, D T / (K (1 - u)) for room
            all this is at least what the oldest has waited that was handed over there and still waits
-           max(Q - (1 - u) t, 0)                          what is left there of others' prefills, which go before
+           where the one that prefills could decode it as well, max(Q - (1 - u) t, 0)
+                                                          what is left there of others' prefills, which go before
            on the one that decodes:
            4 ms B + slowed + decode + eviction + balance + 0.1 D u / (1 - u)
 
@@ -130,35 +131,38 @@ def room_price(terms: HalfTerms, coming_tokens: int, kv_capacity_tokens: int) ->
 
 def wait_for_prefills(one: HalfTerms, other: HalfTerms, transfer_seconds: float) -> float:
     """Seconds that a request waits where it is decoded, `other`, for the prefills that are ahead there when its KV has
-    come: a worker goes on with those before it takes a new request, also one that lacks nothing."""
+    come: a worker goes on with those before it takes a new request, also one that lacks nothing. No part of the price
+    where `one` cannot decode: it keeps a prefill out of that queue, for all that come later."""
     ahead = other.queue - REQUEST_SECONDS * other.live_requests
     given = one.queue + one.loading + one.prefill + transfer_seconds
     return max(ahead - (1.0 - min(other.prefill_share, PREFILL_SHARE_MAX)) * given, 0.0)
 
 
 def cheapest_pair(
-    prefills: Iterable[tuple[float, HalfTerms]],
+    prefills: Iterable[tuple[float, HalfTerms, str]],
     decodes: Iterable[tuple[float, HalfTerms]],
     prompt_tokens: int,
     transfer: Callable[[HalfTerms, HalfTerms, int], float],
 ) -> PairChoice | None:
-    """Of workers with the price of their half, the pair that costs least; None where there are no two. `transfer(one,
-    other, tokens)`: seconds. O(workers log workers), and `COMPARED` times as many links."""
+    """Of workers with the price of their half, the pair that costs least; None where there are no two. Of those that
+    prefill their roles, too. `transfer(one, other, tokens)`: seconds. O(workers log workers), and `COMPARED` times as
+    many links."""
     best: PairChoice | None = None
     nearest = sorted(decodes, key=_by_price_and_queue)[:COMPARED]
-    for first, one in sorted(prefills, key=_by_price)[:COMPARED]:
+    for first, one, role in sorted(prefills, key=_by_price)[:COMPARED]:
         for second, other in nearest:
             if one.row == other.row:
                 continue
             moved = max(prompt_tokens - other.usable_tokens, 0)
             seconds = transfer(one, other, moved)
-            price = first + second + seconds + wait_for_prefills(one, other, seconds)
+            waits = wait_for_prefills(one, other, seconds) if role == BOTH else 0.0
+            price = first + second + seconds + waits
             if best is None or price < best.seconds:
                 best = PairChoice(one, other, moved, seconds, price)
     return best
 
 
-def _by_price(priced: tuple[float, HalfTerms]) -> tuple[float, int]:
+def _by_price(priced: tuple[float, HalfTerms, str]) -> tuple[float, int]:
     return priced[0], priced[1].row
 
 
@@ -179,7 +183,7 @@ def ways_of(
     prefills = [(of, role) for of, role in priced if role != DECODE and of.row not in late]
     decodes = [of for of, role in priced if role != PREFILL]
     pair = cheapest_pair(
-        [(prefill_price(of, kappa[role], decodes=role == BOTH), of) for of, role in prefills],
+        [(prefill_price(of, kappa[role], decodes=role == BOTH), of, role) for of, role in prefills],
         [(decode_price(of), of) for of in decodes],
         prompt_tokens,
         transfer,

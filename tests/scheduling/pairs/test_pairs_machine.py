@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import preble
 from preble import GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec
 from preble.scheduling.pairs.price import HalfTerms, cheapest_pair
+from preble.types import BOTH
 from tests.scheduling.pairs.test_pairs import COST, prompt
 
 NAMES = {"p0": "prefill", "p1": "prefill", "b": "both", "d": "decode"}
@@ -134,10 +135,10 @@ def test_the_pair_is_the_cheapest_of_all(firsts: list[float], seconds: list[floa
     def terms(index: int) -> HalfTerms:
         return HalfTerms(index, 0, 10, *([0.0] * 10))
 
-    ones = [(price, terms(i)) for i, price in enumerate(firsts)]
+    ones = [(price, terms(i), BOTH) for i, price in enumerate(firsts)]
     others = [(price, terms(i if i < shared else 100 + i)) for i, price in enumerate(seconds)]
     found = cheapest_pair(ones, others, 30, lambda one, other, moved: moved / 10.0)
-    every = [a + b + 2.0 for a, one in ones for b, other in others if one.row != other.row]
+    every = [a + b + 2.0 for a, one, _ in ones for b, other in others if one.row != other.row]
     assert (found is None) == (not every)
     if found is not None:
         assert found.seconds == pytest.approx(min(every)) and found.moved_tokens == 20
