@@ -60,7 +60,7 @@ class Outcome:
     error: str = ""
 
 
-PATIENT = RouterConfig(refuse_wait_seconds=None)  # of our routers: the other arms refuse nobody, either
+PATIENT = RouterConfig(refuse_wait_seconds=None)  # the other arms refuse nobody, either
 Ask = Callable[[Request], AsyncIterator[Progress]]
 Gateway = Callable[[], contextlib.AbstractAsyncContextManager[str]]
 
@@ -74,6 +74,7 @@ class Fleet:
     http: bool = True
     vocabulary: int = 0
     gateway: Gateway | None = None
+    config: RouterConfig = PATIENT  # of our routers
 
     def arms(self) -> list[str]:
         """The arms that can be measured here."""
@@ -136,10 +137,12 @@ async def opened(arm: str, fleet: Fleet, output_tokens: int) -> AsyncIterator[As
             yield lambda one: posted(session, home := home_of(one, fleet), one, output_tokens, home)
     elif arm == "partition":
         async with contextlib.AsyncExitStack() as stack:
-            routers = {one: await stack.enter_async_context(Router([one], config=PATIENT)) for one in fleet.addresses}
+            routers = {one: Router([one], config=fleet.config) for one in fleet.addresses}
+            for router in routers.values():
+                await stack.enter_async_context(router)
             yield lambda one: routed(routers[home_of(one, fleet)], one, output_tokens)
     elif arm in ("e2", "round robin"):
-        router = Router(fleet.addresses, policy=arm.replace(" ", "_"), config=PATIENT)
+        router = Router(fleet.addresses, policy=arm.replace(" ", "_"), config=fleet.config)
         async with router:
             await asyncio.wait_for(everyone_ready(router, len(fleet.addresses)), ROUTER_SECONDS)
             yield lambda request: routed(router, request, output_tokens)

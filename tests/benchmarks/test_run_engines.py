@@ -259,7 +259,7 @@ def fakes_as_fleet(load: Any, servers: list[FlushableServer]) -> Any:
     async def gateway() -> Any:
         yield servers[0].url
 
-    return load.Fleet([one.url for one in servers], gateway=gateway, router_options={"config": FAST})
+    return load.Fleet([one.url for one in servers], gateway=gateway, config=FAST)
 
 
 @asynchronous

@@ -21,9 +21,9 @@ Why a token is asked for: a long prefill shows in the reports (blocks are taken 
 it does not, such as a grammar that is compiled or a video that is fetched; and other requests are not held up by that.
 
 What is expected is worth little before it has proved right. It has where `ON_TIME_MIN` first tokens came on time, one
-of them of a prefill at least half as long as any that waits, and none was late since. Where it has not, nothing is
-doubted before `DOUBT_TIMES` `hung_seconds`, a step is given `OVERDUE_TIMES` what is expected of it, and a token that is
-asked for `UNSURE_SECONDS` or longer.
+of them of a prefill at least half as long as any that waits, and none was late since. Where it has not, no
+engine is doubted before `DOUBT_TIMES` `hung_seconds`, no silence before `silent_seconds_max`; a step is given
+`OVERDUE_TIMES` what is expected of it, and a token that is asked for `UNSURE_SECONDS` or longer.
 
 A server that stalled, began nothing or was idle is trusted again when it shows work: output, events, another report.
 Not thread-safe.
@@ -232,7 +232,7 @@ class EngineWatch:
     def verdict(self) -> str:
         """Why the server is to be left alone; "" where it is not."""
         limit = max(self._hung_seconds, USUAL_TIMES * self._silences.longest)
-        if self._is_longer(self.silent_seconds, min(limit, self._silent_seconds_max)):
+        if self._is_longer(self.silent_seconds, min(limit, self._silent_seconds_max), self._silent_seconds_max):
             return SILENT
         if not self._held_against:
             idle = IDLE if self._idle_seconds >= self._stalled_seconds else ""
@@ -249,16 +249,16 @@ class EngineWatch:
             return True
         return quiet >= self._quiets.longest and self._is_proven(self._expected())
 
-    def _is_longer(self, seconds: float, limit: float) -> bool:
+    def _is_longer(self, seconds: float, limit: float, doubt_seconds: float) -> bool:
         """Whether a pause is longer than a limit and than one step more: of the longest prefill that waits, and of all
         that is beyond what was worked off of late, for in that no step was longer than is usual. Where what is expected
-        of them is not proven, the step may be several times as long, and the limit is that of a doubt."""
+        of them is not proven, the step may be several times as long, and `doubt_seconds` are the least limit."""
         if seconds < limit or not self._waiting:
             return seconds >= limit
         expected = self._expected()
         step = max(sum(expected) - self._queues.longest, max(expected))
         if not self._is_proven(expected):
-            limit, step = max(limit, self._doubt_seconds), OVERDUE_TIMES * step
+            limit, step = max(limit, doubt_seconds), OVERDUE_TIMES * step
         return seconds >= limit + min(step, STEP_SECONDS_MAX)
 
     def _expected(self) -> list[float]:
@@ -286,7 +286,7 @@ class EngineWatch:
         report = self._report
         limit = max(self._hung_seconds, USUAL_TIMES * self._pauses.longest)
         return (
-            self._is_longer(self._still_seconds, limit)
+            self._is_longer(self._still_seconds, limit, self._doubt_seconds)
             and self._signs >= SIGNS_MIN
             and self._same_reports >= REPORTS_MIN
             and report is not None
