@@ -8,8 +8,7 @@ possible:
                                   [ prefilling | look-ahead ]
 
 A request goes in while the engine has a place for it (`max_running` and the look-ahead on top), and those without
-output are fewer than the look-ahead, or have together fewer tokens to compute than `look_ahead_tokens`, so that small
-prompts still share an iteration.
+output leave room for it (`batching/look_ahead`): small prompts still share an iteration.
 
 What is cached is known by a `GlobalScheduler` of the engine's data-parallel ranks, from the engine's own events or,
 where it has none, from what it reports of its hits. It also decides on the rank that a request goes to, by a policy. A
@@ -25,13 +24,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..batching._batch import LiveRequest
+from ..batching.look_ahead import LOOK_AHEAD_SECONDS, LookAhead
 from ..batching.requests import Int32Array, LocalConfig, LocalRequest
 from ..batching.waiting_queue import WaitingQueue
 from ..clock import Clock, monotonic
 from ..errors import DuplicateRequest, InvalidConfig, QueueFull
 from ..policies.base import Policy, resolve
 from ..scheduler import GlobalScheduler
-from ..types import CacheEvent, WorkerSpec, check_int
+from ..types import CacheEvent, WorkerSpec, check_int, check_seconds
 from .base import EngineInfo, GenerationRequest
 
 _TICK_SECONDS = 1.0
@@ -44,25 +44,24 @@ class AdmissionConfig:
     """In which order requests go into the engine, and how far ahead. Raises `InvalidConfig` naming the field.
 
     `order`, `priority_groups`, `max_wait_seconds` and `max_waiting` are those of `preble.LocalConfig`. `look_ahead` is
-    the number of requests without output that the engine may always hold, `look_ahead_tokens` the prompt tokens yet to
-    be computed up to which it may hold more (None: what the engine computes in two iterations). `policy` chooses the
-    data-parallel rank, as `preble.GlobalScheduler` takes one.
+    the number of requests without output that each rank may always hold, `look_ahead_seconds` the prefills beside the
+    longest of them up to which it may hold more. `policy` chooses the data-parallel rank, as `preble.GlobalScheduler`
+    takes one.
     """
 
     order: Literal["priority", "fcfs", "longest_prefix"] = "priority"
     priority_groups: int = 10
     max_wait_seconds: float = 30.0
     max_waiting: int = 4096
-    look_ahead: int = 2
-    look_ahead_tokens: int | None = None
+    look_ahead: int = 1
+    look_ahead_seconds: float = LOOK_AHEAD_SECONDS
     policy: str | Policy | type[Policy] = "e2"
 
     def __post_init__(self) -> None:
         self.queue_config()
         resolve(self.policy)
         check_int("AdmissionConfig.look_ahead", self.look_ahead, 1, 100_000)
-        if self.look_ahead_tokens is not None:
-            check_int("AdmissionConfig.look_ahead_tokens", self.look_ahead_tokens, 0, 2**31 - 1)
+        check_seconds("AdmissionConfig.look_ahead_seconds", self.look_ahead_seconds)
 
     def queue_config(self) -> LocalConfig:
         """The same for the queue."""
@@ -99,7 +98,6 @@ class Admission:
         info: EngineInfo,
         *,
         ranks: int = 1,
-        iteration_tokens: int = 8192,
         clock: Clock = monotonic,
     ) -> None:
         specs = [
@@ -113,10 +111,8 @@ class Admission:
         self._ranks = ranks
         self._turn = 0  # of the ranks, where the policy fails
         self._unbooked: set[str] = set()  # inside, and no policy has said where
-        self._places: float = math.inf if info.max_running is None else info.max_running * ranks + config.look_ahead
-        tokens = config.look_ahead_tokens
-        self._look_ahead_tokens = 2 * iteration_tokens * ranks if tokens is None else tokens
-        self._look_ahead = config.look_ahead * ranks
+        self._places: float = math.inf if info.max_running is None else (info.max_running + config.look_ahead) * ranks
+        self._ahead = LookAhead(config.look_ahead_seconds, config.look_ahead, ranks)
         self._clock = clock
         self._estimate = _Estimate(self.scheduler)
         self._queue = WaitingQueue(config.queue_config(), self._estimate)
@@ -148,20 +144,31 @@ class Admission:
         """The request to hand to the engine now, and its rank; None if nobody waits or the engine has enough."""
         now = self._clock()
         self._tick(now)
-        if not self._waiting or not self._has_room():
+        self._ahead.expire(now)
+        if not self._waiting or len(self._inside) >= self._places or not self._ahead.has_room(0.0):
             return None
         self._queue.begin_round()
         live = self._queue.peek(now)
         assert live is not None, "somebody waits"
-        self._queue.take(live)
+        seconds = self._prefill_seconds(live)
+        has_room = self._ahead.has_room(seconds)
+        if has_room:
+            self._queue.take(live)
         self._queue.end_round()
+        if not has_room:
+            return None
         _, request = self._waiting.pop(live.request.request_id)
         rank, missed = self._placed(request, live.request.max_new_tokens)
         self._estimate.version += 1
         self._inside[request.request_id] = missed
         self._silent.add(request.request_id)
         self._silent_tokens += missed
+        self._ahead.add(request.request_id, seconds, now)
         return request, rank
+
+    def _prefill_seconds(self, live: LiveRequest) -> float:
+        cached = self._estimate.cached_tokens(live.request.token_ids, live.request.namespace)
+        return self.scheduler.prefill_seconds("0", len(live.request.token_ids), cached)
 
     def _placed(self, request: GenerationRequest, max_new_tokens: int) -> tuple[int, int]:
         """Book a request: its rank, and the tokens to compute for it."""
@@ -176,12 +183,6 @@ class Admission:
             self._unbooked.add(name)
             return self._turn % self._ranks, len(request.token_ids)
         return int(decision.worker), decision.prompt_tokens - decision.matched_tokens
-
-    def _has_room(self) -> bool:
-        silent = len(self._silent)
-        return len(self._inside) < self._places and (
-            silent < self._look_ahead or self._silent_tokens < self._look_ahead_tokens
-        )
 
     def started(self, request_id: str, cached_tokens: int | None) -> None:
         """The engine has sent the first output of a request."""
@@ -213,6 +214,7 @@ class Admission:
 
     def _leave_silence(self, request_id: str) -> None:
         self._silent.remove(request_id)
+        self._ahead.remove(request_id)
         self._silent_tokens -= self._inside[request_id]
         self._inside[request_id] = 0
 
@@ -261,6 +263,7 @@ class Admission:
     def check(self) -> None:
         """Assert that queue, sets, sums and the scheduler's bookings agree."""
         self._queue.check()
+        self._ahead.check()
         self.scheduler.check()
         assert len(self._queue) == len(self._waiting), "queue and table list different requests"
         assert self._silent <= set(self._inside), "a silent request is not inside"

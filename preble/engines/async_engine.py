@@ -44,11 +44,10 @@ _TOKEN_MAX = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """What an engine turned out to be. `iteration_tokens` is what it computes at once, `vocab_size` None if unknown."""
+    """What an engine turned out to be. `vocab_size`: None if unknown."""
 
     info: EngineInfo
     ranks: int = 1
-    iteration_tokens: int = 8192
     vocab_size: int | None = None
 
 
@@ -128,7 +127,6 @@ class StreamingEngine:
             config,
             started.info,
             ranks=started.ranks,
-            iteration_tokens=started.iteration_tokens,
             clock=clock,
         )
         self._loop.call_soon_threadsafe(self._start_helpers)

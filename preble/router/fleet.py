@@ -26,6 +26,7 @@ import zmq.asyncio
 from msgspec import structs
 
 from .._cost import CostModel
+from ..batching.look_ahead import LOOK_AHEAD_SECONDS
 from ..clock import Clock
 from ..errors import (
     HandshakeRefused,
@@ -48,6 +49,8 @@ from ..transport.worker_address import UnknownHost, check_worker_address, find_h
 from ..types import BOTH, AllBlocksCleared, BlockKeys, ServedWork, WorkerSpec, check_fields
 from .peer_requests import PeerRequests
 from .pulls import Pulls
+from .request import Attempt
+from .server_queue import ServerQueue
 
 if TYPE_CHECKING:
     from ..scheduler import GlobalScheduler
@@ -70,7 +73,8 @@ class FleetConfig:
     """How workers are found and lost, in seconds. Each failed connection doubles the wait before the next.
 
     `several_models`: servers may be of other models than the first worker; whoever places requests says by `exclude`
-    where each may go. Workers of our own must be of the first worker's model.
+    where each may go. Workers of our own must be of the first worker's model. `look_ahead_seconds`: of prefills that a
+    server which runs already is sent ahead of what it computes (`server_queue`); None: all that is placed there.
     """
 
     link: LinkConfig = field(default_factory=LinkConfig)
@@ -79,6 +83,7 @@ class FleetConfig:
     reconnect_max_seconds: float = 2.0
     forget_after_seconds: float = 30.0
     several_models: bool = False
+    look_ahead_seconds: float | None = LOOK_AHEAD_SECONDS
 
     def __post_init__(self) -> None:
         if not 0.0 < self.reconnect_min_seconds <= self.reconnect_max_seconds:
@@ -87,6 +92,8 @@ class FleetConfig:
                 f"got {self.reconnect_min_seconds} and {self.reconnect_max_seconds}"
             )
         check_fields(self, "not be negative", "forget_after_seconds")
+        if self.look_ahead_seconds is not None:
+            check_fields(self, "not be negative", "look_ahead_seconds")
 
 
 @dataclass(slots=True)
@@ -137,6 +144,7 @@ class FleetWorker:
         self.feed_counters = FeedCounters() if is_server(address) else None
         self.namespace: Hashable = None  # of what it caches without a salt or an adapter
         self.relayed = 0  # requests that are sent there by others than its link, kept by `placement`
+        self.queue = ServerQueue(fleet.look_ahead_seconds, fleet.clock, asyncio.get_running_loop().call_later)
         self.withheld = False  # no new requests go there, by the word of who found it
         self.settled = asyncio.Event()  # the first handshake has been tried
         self.task: asyncio.Task[None] | None = None
@@ -223,6 +231,7 @@ class FleetWorker:
             "state": self.state,
             "why": self.why,
             "epoch": self.epoch,
+            "waiting": len(self.queue),
             **asdict(self.counters),
             **asdict(self.link_counters),
             **asdict(self.peers.counters),
@@ -257,7 +266,7 @@ class Fleet:
         self._config = config
         self._expect = expect
         self._keys = keys
-        self._clock = clock
+        self.clock = clock
         self._context = zmq.asyncio.Context()
         self._context.set(zmq.MAX_SOCKETS, SOCKETS_MAX)
         self._sessions = 0
@@ -316,6 +325,26 @@ class Fleet:
         if worker.link is None:
             raise TransportError(f"worker {worker_id} was never connected")
         worker.link.send(message)
+
+    def queue_before(self, attempt: Attempt) -> ServerQueue | None:
+        """Where an attempt waits until its worker is sent it; None where that has a queue of our own, or one of two
+        serves it. Raises `UnknownWorker`, `TransportError` for one that is away, `QueueFull` at its bound."""
+        worker = self.worker(attempt.worker_id)
+        if attempt.pair is not None or not isinstance(worker.link, ServerLink):
+            return None
+        worker.link.check_room(len(worker.queue))
+        return worker.queue
+
+    def refused(self, attempt: Attempt, text: str) -> None:
+        """A server did not take what waited for it; reported as if it had said so."""
+        refusal = wire.Rejected(attempt.wire_id, "queue_full", text)
+        asyncio.get_running_loop().call_soon(self.owner.on_message, self.worker(attempt.worker_id), refusal)
+
+    def began(self, attempt: Attempt) -> None:
+        """The first token of an attempt has come."""
+        worker = self._by_id.get(attempt.worker_id)
+        if worker is not None:
+            worker.queue.leave(attempt.wire_id)
 
     def expect(self, worker_id: str, wire_id: str, seconds: float) -> None:
         """A request was given to a worker, by that name, whose prefill is expected to take so long: a server is judged
@@ -411,12 +440,12 @@ class Fleet:
         """Connect, serve, and connect again, until cancelled. Nothing else ends it: an error that nobody expects (no
         descriptor is left, a policy of somebody's own fails) is logged, counted, and tried again after a pause."""
         pause = self._config.reconnect_min_seconds
-        lost_at = self._clock()
+        lost_at = self.clock()
         while True:
             try:
                 if await self._attempt(worker):
-                    lost_at, pause = self._clock(), self._config.reconnect_min_seconds
-                if worker.worker_id and self._clock() - lost_at >= self._config.forget_after_seconds:
+                    lost_at, pause = self.clock(), self._config.reconnect_min_seconds
+                if worker.worker_id and self.clock() - lost_at >= self._config.forget_after_seconds:
                     self._forget(worker)
             except Exception as error:  # noqa: BLE001  who is not supervised never comes back
                 self._fail(worker, error)
@@ -474,7 +503,7 @@ class Fleet:
             "session": self._sessions,
             "context": self._context,
             "counters": worker.link_counters,
-            "clock": self._clock,
+            "clock": self.clock,
         }
         if not is_server(worker.address):
             return WorkerLink(*ends, keys=self._keys, **shared)
@@ -556,13 +585,14 @@ class Fleet:
         return f"worker {welcome.worker_id} has model {welcome.model!r}, and the servers here have {there}"
 
     def _introduce(self, worker: FleetWorker, welcome: wire.Welcome, work: ServedWork | None) -> None:
+        served = is_server(worker.address)
         spec = WorkerSpec(
             welcome.worker_id,
             kv_capacity_tokens=welcome.kv_capacity_tokens,
             block_size=welcome.block_size,
             max_running=welcome.max_running,
             cost_model=_cost_of(worker.options),
-            cached_first=welcome.cached_first,
+            cached_first=welcome.cached_first or (served and self.look_ahead_seconds is not None),
             below_capacity_tokens=0 if worker.options is None else worker.options.below_capacity_tokens,
             role=welcome.role,
         )
@@ -572,12 +602,16 @@ class Fleet:
         self._remove_from_scheduler(welcome.worker_id)
         self.scheduler.add_worker(spec, served=work)
         self._by_id[welcome.worker_id] = worker
-        served = is_server(worker.address)
         if welcome.role != BOTH:
             (self.server_roles if served else self.roles)[welcome.worker_id] = welcome.role
             if served and welcome.engine == SGLANG:  # with one that does both it makes no pair
                 self.scheduler.can_move_kv(welcome.worker_id, SGLANG, GUESSED_TOKEN_BYTES)
         self.pulls.introduce(worker, welcome)
+
+    @property
+    def look_ahead_seconds(self) -> float | None:
+        """Of prefills that a server is sent ahead."""
+        return self._config.look_ahead_seconds
 
     def update_unusable(self) -> None:
         """Keep the set that every decision needs, so that a decision need not look at every worker."""

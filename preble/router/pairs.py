@@ -54,7 +54,8 @@ def first_attempt(wire_id: str, live: PlacedRequest, decision: Decision | PairDe
     """The attempt at that worker. One at a server that decodes begins with the prefill at the other."""
     pair = decision if isinstance(decision, PairDecision) and decision.prefill_worker is not None else None
     is_second = pair is not None and not isinstance(live, RoutedRequest)
-    return Attempt(wire_id, sent_first(live, decision), live.output_tokens, pair=pair, handed_over=is_second)
+    worker, matched = sent_first(live, decision), 0 if pair is not None else decision.matched_tokens
+    return Attempt(wire_id, worker, live.output_tokens, pair=pair, handed_over=is_second, matched_tokens=matched)
 
 
 def next_attempt(wire_id: str, pair: PairDecision, offset: int) -> Attempt:

@@ -109,6 +109,9 @@ class Placement(PlacedRequest):
         self._ended = False
         self._streamed = False  # a token of its stream has come, by whichever attempt
         self._streams = False  # its link counts it among those that stream
+        self.in_turn = False  # whoever sends it waits for `turn` first
+        self._may_go = True  # its server is to be sent it
+        self._turn: asyncio.Future[None] | None = None  # who waits for that
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
@@ -152,6 +155,24 @@ class Placement(PlacedRequest):
         """The prompt is prefilled; the rest is its own server's."""
         if self._fleet is not None and self.attempt is not None:
             self._fleet.scheduler.prefill_done(self.request_id)
+
+    async def turn(self) -> None:
+        """Wait until the server is to be sent the request (`server_queue`). Raises `TransportError` where its place is
+        lost meanwhile."""
+        if not self._may_go and self.attempt is not None:
+            self._turn = asyncio.get_running_loop().create_future()
+            try:
+                await self._turn
+            finally:
+                self._turn = None
+        if self.attempt is None:
+            raise TransportError(f"worker {self.worker} is lost")
+
+    def _go(self) -> None:
+        """Its turn has come, or its place is lost."""
+        self._may_go = True
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_result(None)
 
     @property
     def on_output(self) -> Callable[[], None]:
@@ -281,6 +302,20 @@ class Placement(PlacedRequest):
         server.relayed += 1
         self._server, self._link = server, link
 
+    def expected(self, attempt: Attempt, fleet: Fleet, seconds: float, now: float) -> None:
+        """Wait for its turn at the server; one at two servers goes at once."""
+        link = self._link
+
+        def go() -> None:
+            link.expects(attempt.wire_id, seconds)
+            self._go()
+
+        if attempt.pair is not None or not self.in_turn:
+            go()
+            return
+        self._may_go = False
+        self._server.queue.enter(self.queued(attempt, seconds, now, go))
+
     def _prefills_for(self, pair: PairDecision | None, fleet: Fleet) -> FleetWorker | None:
         """Take a place at the other server of a pair. Raises as `hand_over`."""
         if pair is None:
@@ -296,6 +331,7 @@ class Placement(PlacedRequest):
     def take_back(self, attempt: Attempt, fleet: Fleet, *, abort: bool) -> None:
         """Leave the place; who sent the request closes its connection."""
         self._server.relayed -= 1
+        self._server.queue.leave(attempt.wire_id)
         if self._prefills is not None:
             self._prefills.relayed -= 1
             self._prefills = None
@@ -317,6 +353,7 @@ class Placement(PlacedRequest):
             self._call_on_lost()
 
     def _call_on_lost(self) -> None:
+        self._go()
         if self.on_lost is not None:
             self.on_lost()
 

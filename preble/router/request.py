@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,6 +36,7 @@ from ..types import (
     TokenLogprob,
     WorkerSpec,
 )
+from .server_queue import QueuedRequest, ServerQueue
 
 if TYPE_CHECKING:
     from .._placement.decision import Decision
@@ -67,7 +68,8 @@ class StreamChunk(Struct, frozen=True):
 @dataclass(slots=True)
 class Attempt:
     """One try at one worker. `wire_id` is the request's name there, `offset` the output tokens sent as prompt. `pair`:
-    the two that serve it, this one first for one token; once `handed_over` it is the one that decodes."""
+    the two that serve it, this one first for one token; once `handed_over` it is the one that decodes. `matched_tokens`
+    of its prompt counted as cached where it was placed."""
 
     wire_id: str
     worker_id: str
@@ -76,6 +78,7 @@ class Attempt:
     cached_tokens: int | None = None
     pair: PairDecision | None = None
     handed_over: bool = False
+    matched_tokens: int = 0
 
 
 def half_of(attempt: Attempt) -> Role | None:
@@ -154,6 +157,7 @@ class PlacedRequest:
         self.is_separable = False  # one worker may prefill it and another decode it
         self.attempt: Attempt | None = None
         self.decision: Decision | None = None  # the one that placed it first
+        self.arrived_at: float | None = None  # when it was placed first
         self.failures = 0  # attempts that were lost under it
         self.full_workers: set[str] = set()  # at their bound when last asked
         self.failed_workers: set[str] = set()  # lost it; another one is preferred, whatever they have cached
@@ -190,6 +194,25 @@ class PlacedRequest:
         """Give the request to the attempt's worker. Raises `QueueFull`, `TransportError`, `UnknownWorker` where it
         cannot be had, `InvalidInput` for a request that no worker takes."""
         raise NotImplementedError
+
+    def expected(self, attempt: Attempt, fleet: Fleet, seconds: float, now: float) -> None:
+        """Its attempt is booked; its prefill is expected to take so long. `now` is the router's clock's."""
+        raise NotImplementedError
+
+    def queued(self, attempt: Attempt, seconds: float, now: float, go: Callable[[], object]) -> QueuedRequest:
+        """Its attempt as one that waits before a server until `go` is called."""
+        self.arrived_at = now if self.arrived_at is None else self.arrived_at
+        claim = self.worker_claim
+        return QueuedRequest(
+            attempt.wire_id,
+            self.tokens_so_far(),
+            attempt.matched_tokens,
+            seconds,
+            self.arrived_at,
+            is_batch=claim is not None and claim.priority == BATCH,
+            is_streamed=self.is_streamed,
+            go=go,
+        )
 
     def take_back(self, attempt: Attempt, fleet: Fleet, *, abort: bool) -> None:
         """The attempt is over; with `abort` its worker shall stop. Raises as `hand_over`, but for `InvalidInput`."""
@@ -247,6 +270,8 @@ class RoutedRequest(PlacedRequest):
         self._read = 0
         self._hit_reported = False
         self._last_worker = ""
+        self._queue: ServerQueue | None = None  # before the attempt's server
+        self._unsent: GenerationRequest | None = None  # what that is to be sent
         self._waiter: asyncio.Future[None] | None = None  # of the consumer, which is one
 
     # --- written by the router ----------------------------------------------------------------------------------------
@@ -274,14 +299,36 @@ class RoutedRequest(PlacedRequest):
             half=half_of(attempt),
         )
         try:
-            fleet.send(attempt.worker_id, request)
+            self._queue = fleet.queue_before(attempt)
+            if self._queue is None:
+                fleet.send(attempt.worker_id, request)
+            else:
+                self._unsent = request
         except PrebleError:
             fleet.pulls.forget(attempt.wire_id)
             raise
 
+    def expected(self, attempt: Attempt, fleet: Fleet, seconds: float, now: float) -> None:
+        """A server is sent it when its turn comes, and judged by when it begins."""
+        if self._queue is None:
+            fleet.expect(attempt.worker_id, attempt.wire_id, seconds)
+            return
+        self._queue.enter(self.queued(attempt, seconds, now, lambda: self._go(attempt, fleet, seconds)))
+
+    def _go(self, attempt: Attempt, fleet: Fleet, seconds: float) -> None:
+        request, self._unsent = self._unsent, None
+        assert request is not None, "it was handed over"
+        try:
+            fleet.send(attempt.worker_id, request)
+            fleet.expect(attempt.worker_id, attempt.wire_id, seconds)
+        except PrebleError as error:  # it had room; should that be gone, it is tried elsewhere
+            fleet.refused(attempt, str(error))
+
     def take_back(self, attempt: Attempt, fleet: Fleet, *, abort: bool) -> None:
         """With `abort`, send the worker one. Raises as `Fleet.send` does."""
         fleet.pulls.forget(attempt.wire_id)
+        if self._queue is not None and self._queue.leave(attempt.wire_id):
+            return
         if abort:
             fleet.send(attempt.worker_id, Abort(attempt.wire_id))
 

@@ -397,6 +397,7 @@ class Router:
         max_new_tokens: int | None = None,
         streamed: bool = True,
         separable: bool = False,
+        in_turn: bool = False,
         exclude: Collection[str] = (),
     ) -> Placement:
         """Find a server for a request that the caller sends itself, over HTTP; see `placement`. It is booked until the
@@ -404,8 +405,8 @@ class Router:
 
         `prompt`: as for `generate`. `max_new_tokens`: bound of the output. `exclude`: ids of workers that it must not
         go to. `streamed`: its first token will be seen when it comes, else it counts for nothing in what requests would
-        wait. `separable`: it may have places at two servers (`Placement.prefill`). Returns the Placement. Raises as
-        `generate` does at once and while iterated; then nothing is booked. O(tokens + workers).
+        wait. `separable`: it may have places at two servers (`Placement.prefill`). `in_turn`: `Placement.turn` is
+        waited for before it is sent. Returns the Placement. Raises as `generate`; then nothing is booked. O(tokens).
         """
         check_session(session)
         hashable("group", group)
@@ -418,7 +419,7 @@ class Router:
             self, self._new_id(request_id), token_ids, namespace, client=client, first_token_seconds=limit,
             session=session, max_new_tokens=max_new_tokens, exclude=frozenset(exclude), claim=claim, group=group,
         )  # fmt: skip
-        placement.is_streamed, placement.is_separable = streamed, separable
+        placement.is_streamed, placement.is_separable, placement.in_turn = streamed, separable, in_turn
         self._admit(placement)
         if limit != math.inf:
             placement.timer = asyncio.get_running_loop().call_later(limit, self._shed, placement)
@@ -706,7 +707,7 @@ class Router:
         waits = pairs.waits_at(live, attempt)
         if waits is not None:
             booked = self.scheduler.booked_seconds(waits[1])
-            self.fleet.expect(worker_id, attempt.wire_id, booked)
+            live.expected(attempt, self.fleet, booked, self._clock())
             if live.is_streamed:  # of others nobody knows how long they wait
                 self._predicted_wait.placed(attempt.wire_id, waits[0], live.client, booked, self._clock())
         if self.siblings is not None:
@@ -720,6 +721,7 @@ class Router:
         attempt.first_seen = True
         self._recorder.first_token(live)
         self._predicted_wait.started(attempt.wire_id, self._clock())
+        self.fleet.began(attempt)
         pairs.report_first_token(self.scheduler, live, attempt)
         self._turns.pump()
         if self.siblings is not None:
@@ -883,9 +885,8 @@ class Router:
         now. Changes nothing. Raises nothing. O(workers)."""
         workers = {} if self._fleet is None else self._fleet.stats()
         own = {**asdict(self.counters), **asdict(self._warm_ups.counters), "live_requests": len(self._live)}
-        own["held_requests"] = len(self._turns.control)
-        siblings = {} if self.siblings is None else self.siblings.stats()
-        return cast("RouterStats", {**own, "siblings": siblings, "workers": workers})
+        own |= {"held_requests": len(self._turns.control), "workers": workers}
+        return cast("RouterStats", {**own, "siblings": {} if self.siblings is None else self.siblings.stats()})
 
     def check(self) -> None:
         """Assert that requests, attempts and the fleet agree. Raises AssertionError. O(live requests + workers)."""

@@ -41,12 +41,14 @@ class ReportedLoad(TypedDict):
 
 class RouterWorkerStats(TypedDict):
     """One address, and the worker found there. `why`: what its state comes from. `epoch`: another one after a restart.
-    `events`: taken, by type. `feed`: of an attached server; `load`: None before its first report."""
+    `waiting`: placed there and not sent yet. `events`: taken, by type. `feed`: of an attached server; `load`: None
+    before its first report."""
 
     worker_id: str
     state: WorkerState
     why: str
     epoch: int
+    waiting: int
     connections: int
     errors: int
     handshakes_refused: int

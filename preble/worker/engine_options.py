@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--eviction", choices=("returns", "lru"), help="which cached prefix goes first (torch, simulated; returns)"
     )
     batching.add_argument(
-        "--look-ahead", type=int, metavar="N", help="requests that SGLang or vLLM may hold without output (2)"
+        "--look-ahead", type=int, metavar="N", help="requests that SGLang or vLLM may always hold without output (1)"
     )
     batching.add_argument(
         "--policy", metavar="NAME", help="which data-parallel rank of SGLang or vLLM: a name, or module:Class (e2)"

@@ -57,7 +57,7 @@ class ScriptedBackend:
     async def start(self) -> BackendInfo:
         if self._start is not None:
             await self._start()
-        return BackendInfo(INFO, self.ranks, iteration_tokens=64, vocab_size=5000)
+        return BackendInfo(INFO, self.ranks, vocab_size=5000)
 
     async def feed(self, sink: EventSink) -> None:
         self.sink = sink
@@ -450,7 +450,7 @@ def test_closing_ends_the_loop_and_refuses_more(make: Make) -> None:
 
 
 def test_the_engine_holds_little_more_than_it_computes(make: Make) -> None:
-    engine, backend = make(gated, look_ahead_tokens=0)
+    engine, backend = make(gated, look_ahead=2, look_ahead_seconds=0.0)
     for i in range(10):
         engine.submit(request(f"r{i}"))
     until(lambda: len(backend.jobs) == 2, "the look-ahead is used")
@@ -467,7 +467,7 @@ def test_the_engine_holds_little_more_than_it_computes(make: Make) -> None:
 
 
 def test_small_prompts_share_an_iteration(make: Make) -> None:
-    engine, backend = make(gated)  # two iterations of 64 tokens, and four places with two ahead
+    engine, backend = make(gated, look_ahead_seconds=1.0)  # four places and one ahead
     for i in range(10):
         engine.submit(request(f"r{i}", tokens=[10 * i + j for j in range(30)]))
     until(lambda: len(backend.jobs) == 5, "five times 30 tokens go in")
@@ -475,7 +475,7 @@ def test_small_prompts_share_an_iteration(make: Make) -> None:
 
 
 def test_the_queue_is_bounded(make: Make) -> None:
-    engine, _ = make(gated, max_waiting=3, look_ahead=1, look_ahead_tokens=0)
+    engine, _ = make(gated, max_waiting=3, look_ahead=1, look_ahead_seconds=0.0)
     for i in range(4):
         engine.submit(request(f"r{i}"))
     with pytest.raises(QueueFull, match="3 requests wait"):
@@ -486,7 +486,7 @@ def test_the_queue_is_bounded(make: Make) -> None:
 
 
 def test_a_waiting_request_is_aborted_without_the_engine(make: Make) -> None:
-    engine, backend = make(gated, look_ahead=1, look_ahead_tokens=0)
+    engine, backend = make(gated, look_ahead=1, look_ahead_seconds=0.0)
     engine.submit(request("r0"))
     engine.submit(request("r1"))
     until(lambda: backend.jobs, "the first is in the engine")
@@ -499,7 +499,7 @@ def test_a_waiting_request_is_aborted_without_the_engine(make: Make) -> None:
 
 def admission(order: str = "priority", **config: Any) -> tuple[Admission, ManualClock]:
     clock = ManualClock()
-    return Admission(AdmissionConfig(order=order, look_ahead_tokens=0, **config), INFO, clock=clock), clock
+    return Admission(AdmissionConfig(order=order, look_ahead_seconds=0.0, **config), INFO, clock=clock), clock
 
 
 def drained(queue: Admission) -> list[str]:
@@ -613,7 +613,7 @@ def test_a_policy_that_fails_ends_no_worker(caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"order": "random"}, {"look_ahead": 0}, {"look_ahead_tokens": -1}, {"max_waiting": 0}]
+    "wrong", [{"order": "random"}, {"look_ahead": 0}, {"look_ahead_seconds": -1.0}, {"max_waiting": 0}]
 )
 def test_wrong_settings_name_the_field(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig, match=f"AdmissionConfig.{next(iter(wrong))}"):

@@ -249,6 +249,7 @@ class Exchange:
         """The answer of the placement's server, when its head is here. Raises `TransportError`."""
         placement = self._placement
         placement.on_lost = self._lost
+        await placement.turn()
         changes = self._changes(placement)
         if placement.prefill is not None:
             changes |= await self._prefill(placement.prefill)

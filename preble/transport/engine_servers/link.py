@@ -243,16 +243,22 @@ class ServerLink:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
+    def check_room(self, waiting: int) -> None:
+        """Whether one more request may be sent, after so many that wait. Raises `QueueFull` when as many as the options
+        allow are there, `TransportError` after `close`."""
+        if self._closed:
+            raise TransportError(f"link to {self.address} is closed")
+        if len(self._requests) + waiting >= self._server.options.max_requests:
+            raise QueueFull(f"{len(self._requests) + waiting} requests are at {self.address}, the bound of this link")
+
     def send(self, message: wire.Message) -> None:
-        """Start or abort a request; other messages mean nothing to a server. Raises `QueueFull` when as many requests
-        as the options allow are there, `TransportError` after `close`."""
+        """Start or abort a request; other messages mean nothing to a server. Raises as `check_room`."""
         if self._closed:
             raise TransportError(f"link to {self.address} is closed")
         if isinstance(message, wire.Abort):
             self._abort(message.request_id)
         elif isinstance(message, wire.GenerationRequest):
-            if len(self._requests) >= self._server.options.max_requests:
-                raise QueueFull(f"{len(self._requests)} requests are at {self.address}, the bound of this link")
+            self.check_room(0)
             task = self._requests[message.request_id] = asyncio.ensure_future(self._request(message))
             # Not the task itself: one that is cancelled before its first step runs none of its lines.
             task.add_done_callback(lambda _: self._over(message.request_id))

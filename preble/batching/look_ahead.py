@@ -1,0 +1,91 @@
+"""How much an engine with its own loop is given ahead of what it computes. Owns what it was sent and has not begun;
+knows no engine, has no clock of its own.
+
+An engine serves what it has in the order in which it came, and computes what waits in one batch, whose first tokens all
+come at its end. What it is not sent yet can still be overtaken. So it is sent one request, and beside the longest of
+those that it has not begun as much as it prefills in `seconds`, so that it need not wait for who sends:
+
+    sent, no first token yet     [ the longest ][ the others, and the next one: at most `seconds` ]
+
+A request that does not begin counts until `OVERDUE_TIMES` what all of them were expected to take, `OVERDUE_SECONDS` at
+least: what delays it (a picture is fetched, a grammar compiled) does not keep the engine busy. One that is not streamed
+shows no first token; it counts for as long as expected.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import NamedTuple
+
+LOOK_AHEAD_SECONDS = 0.25
+OVERDUE_TIMES = 4.0
+OVERDUE_SECONDS = 1.0
+
+
+class _SentRequest(NamedTuple):
+    """One that was sent: its prefill as expected, and until when it counts."""
+
+    seconds: float
+    until: float
+
+
+class LookAhead:
+    """See the module. `requests`: so many are sent in any case. `lanes`: engines behind one door (data-parallel ranks),
+    each with a look-ahead. Not thread-safe. Calls are O(requests that were sent and not begun)."""
+
+    def __init__(self, seconds: float, requests: int = 1, lanes: int = 1) -> None:
+        self.seconds = seconds
+        self.requests = requests
+        self._lanes = lanes
+        self._sent: dict[str, _SentRequest] = {}
+        self._total_seconds = 0.0
+
+    def __len__(self) -> int:
+        """Requests that were sent and not begun, as far as they count."""
+        return len(self._sent)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sent
+
+    def has_room(self, seconds: float) -> bool:
+        """Whether one more, with a prefill of so many seconds, may be sent."""
+        lanes = self._lanes
+        if len(self._sent) < self.requests * lanes:
+            return True
+        longest = math.fsum(heapq.nlargest(lanes, (one.seconds for one in self._sent.values())))
+        return self._total_seconds - longest + seconds <= self.seconds * lanes
+
+    def add(self, name: str, seconds: float, now: float, *, is_streamed: bool = True) -> None:
+        """A request is sent; its prefill is expected to take so long."""
+        assert name not in self._sent, f"{name!r} was sent"
+        self._total_seconds += seconds
+        patience = self._total_seconds
+        if is_streamed:
+            patience = max(OVERDUE_TIMES * patience, OVERDUE_SECONDS)
+        self._sent[name] = _SentRequest(seconds, now + patience)
+
+    def remove(self, name: str) -> bool:
+        """It has begun, or is over; False if it does not count."""
+        sent = self._sent.pop(name, None)
+        if sent is None:
+            return False
+        self._total_seconds = self._total_seconds - sent.seconds if self._sent else 0.0
+        return True
+
+    def expire(self, now: float) -> list[str]:
+        """Those that should have begun do not count any more."""
+        found = [name for name, one in self._sent.items() if one.until <= now]
+        for name in found:
+            self.remove(name)
+        return found
+
+    @property
+    def expires_at(self) -> float:
+        """When the next one does not count any more; infinite where none is there."""
+        return min((one.until for one in self._sent.values()), default=math.inf)
+
+    def check(self) -> None:
+        """Assert that the sum is that of those that were sent."""
+        total = math.fsum(one.seconds for one in self._sent.values())
+        assert math.isclose(total, self._total_seconds, rel_tol=1e-9, abs_tol=1e-6), "the seconds sent are off"

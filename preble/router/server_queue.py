@@ -1,0 +1,176 @@
+"""Requests that were placed at a server that runs already, until it is sent them. Owns who waits, in which order, and
+until when; sends nothing, has no clock of its own.
+
+    placed  ->  waiting, by rank  ->  sent, no first token yet (`look_ahead`)  ->  begun
+
+  1. The rank of a request is its arrival and `WORK_PATIENCE` seconds for each second of its prefill: what is cached
+     goes before what is not, and a request waits for those only that come so much later. Batch work is
+     `BATCH_PATIENCE` seconds behind.
+  2. A request that goes on from tokens which another one, that has not begun, is to compute follows that one: together
+     in one batch both would compute them.
+
+Where several routers place requests at a server each looks after its own. Belongs to one asyncio loop.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..batching.look_ahead import LookAhead
+from ..clock import Clock
+
+WORK_PATIENCE = 10.0
+BATCH_PATIENCE = 30.0
+FOLLOWED_MAX = 64  # requests that have not begun, the newest, among which the one is looked for that another follows
+
+
+class Timer(Protocol):
+    """A call that is to come."""
+
+    def cancel(self) -> object:
+        """It is not to come any more."""
+
+
+Later = Callable[[float, Callable[[], object]], Timer]
+
+
+@dataclass(slots=True, eq=False)
+class QueuedRequest:
+    """A request placed at a server. `seconds`: its prefill, as expected; the first `cached_tokens` of `token_ids` count
+    as cached there. `go`: it is to be sent now. May not raise."""
+
+    name: str
+    token_ids: npt.NDArray[np.int32]
+    cached_tokens: int
+    seconds: float
+    arrived: float
+    is_batch: bool
+    is_streamed: bool
+    go: Callable[[], object]
+    number: int = -1
+    follows: QueuedRequest | None = None
+    has_begun: bool = False
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The order among those that wait."""
+        patience = WORK_PATIENCE * self.seconds + (BATCH_PATIENCE if self.is_batch else 0.0)
+        return self.arrived + patience, self.number
+
+    @property
+    def may_go(self) -> bool:
+        """Whether nothing that it goes on from is still to be computed."""
+        return self.follows is None or self.follows.has_begun
+
+
+class ServerQueue:
+    """See the module. `later(seconds, call)` makes a call in so many seconds. `seconds` of look-ahead, as for
+    `LookAhead`; None: everything is sent at once."""
+
+    def __init__(self, seconds: float | None, clock: Clock, later: Later) -> None:
+        self._ahead = LookAhead(math.inf if seconds is None else seconds)
+        self._clock = clock
+        self._later = later
+        self._waiting: list[tuple[tuple[float, int], QueuedRequest]] = []
+        self._unbegun: dict[str, QueuedRequest] = {}  # waiting or sent, the oldest first
+        self._numbers = 0
+        self._timer: Timer | None = None
+        self._timer_at = math.inf
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    def enter(self, request: QueuedRequest) -> None:
+        """A request is placed: it goes now, or when its turn comes. O(requests that wait, and prompts of `FOLLOWED_MAX`
+        of them)."""
+        if self._ahead.seconds == math.inf:
+            request.go()
+            return
+        assert request.name not in self._unbegun, f"{request.name!r} is there"
+        request.number = self._numbers
+        self._numbers += 1
+        request.follows = self._followed_by(request)
+        self._unbegun[request.name] = request
+        insort(self._waiting, (request.rank, request), key=_rank)
+        self._pump()
+
+    def leave(self, name: str) -> bool:
+        """Its first token has come, or it is over; True if it waited. Of others, nothing."""
+        request = self._unbegun.pop(name, None)
+        if request is None:
+            return False
+        request.has_begun = True
+        waited = not self._ahead.remove(name)
+        if waited:
+            del self._waiting[bisect_left(self._waiting, request.rank, key=_rank)]
+        self._pump()
+        return waited
+
+    def _pump(self) -> None:
+        """Send what can go, and come back when what was sent should have begun."""
+        now = self._clock()
+        for name in self._ahead.expire(now):
+            self._unbegun.pop(name).has_begun = True
+        while (place := self._next_place()) is not None:
+            _, request = self._waiting.pop(place)
+            self._ahead.add(request.name, request.seconds, now, is_streamed=request.is_streamed)
+            request.go()
+        self._set_timer(self._ahead.expires_at if self._waiting else math.inf, now)
+
+    def _next_place(self) -> int | None:
+        """Of the first in the order that need not wait for another, if there is room for it."""
+        for place, (_, request) in enumerate(self._waiting):
+            if request.may_go:
+                return place if self._ahead.has_room(request.seconds) else None
+        return None
+
+    def _set_timer(self, at: float, now: float) -> None:
+        if at == self._timer_at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = None if at == math.inf else self._later(max(at - now, 0.0), self._ring)
+
+    def _ring(self) -> None:
+        self._timer, self._timer_at = None, math.inf
+        self._pump()
+
+    def _followed_by(self, request: QueuedRequest) -> QueuedRequest | None:
+        """The newest request that has not begun and computes tokens which this one goes on from."""
+        for _, other in zip(range(FOLLOWED_MAX), reversed(self._unbegun.values()), strict=False):
+            if other.cached_tokens < _shared_tokens(request.token_ids, other.token_ids, request.cached_tokens):
+                return other
+        return None
+
+    def check(self) -> None:
+        """Assert that lists, sums and order agree, and that nobody waits for nothing."""
+        self._ahead.check()
+        names = [one.name for _, one in self._waiting]
+        assert set(self._unbegun) == {*names, *self._unbegun} and len(set(names)) == len(names), "one waits twice"
+        sent = set(self._unbegun) - set(names)
+        assert all(name in self._ahead for name in sent) and len(sent) == len(self._ahead), "a request is nowhere"
+        assert self._waiting == sorted(self._waiting, key=_rank), "those that wait are not in order"
+        assert not any(one.has_begun for one in self._unbegun.values()), "what has begun is still here"
+        assert self._next_place() is None, "there is room, and somebody waits"
+
+
+def _rank(entry: tuple[tuple[float, int], QueuedRequest]) -> tuple[float, int]:
+    return entry[0]
+
+
+def _shared_tokens(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32], most: int) -> int:
+    """How many tokens both begin with, of the first `most`."""
+    size = min(len(one), len(other), most)
+    if not size or one[0] != other[0]:
+        return 0
+    same = one[:size] == other[:size]
+    return size if same.all() else int(same.argmin())

@@ -1,0 +1,264 @@
+"""What waits before a server: in which order it is sent, how much at a time, and that nothing waits for nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from preble import ManualClock
+from preble.batching.look_ahead import LOOK_AHEAD_SECONDS, OVERDUE_SECONDS, OVERDUE_TIMES, LookAhead
+from preble.router.server_queue import BATCH_PATIENCE, WORK_PATIENCE, QueuedRequest, ServerQueue
+
+
+class Timers:
+    """Calls that are to come, made when the clock is moved past them."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self._clock = clock
+        self._calls: list[tuple[float, Callable[[], object]]] = []
+
+    def later(self, seconds: float, call: Callable[[], object]) -> Any:
+        entry = (self._clock() + seconds, call)
+        self._calls.append(entry)
+
+        class Handle:
+            @staticmethod
+            def cancel() -> None:
+                if entry in self_calls:
+                    self_calls.remove(entry)
+
+        self_calls = self._calls
+        return Handle
+
+    def pass_by(self, seconds: float) -> None:
+        self._clock.advance(seconds)
+        while due := [entry for entry in self._calls if entry[0] <= self._clock() + 1e-9]:
+            self._calls.remove(due[0])
+            due[0][1]()
+
+
+class Door:
+    """A queue before a server, and what went through in which order."""
+
+    def __init__(self, seconds: float | None = LOOK_AHEAD_SECONDS) -> None:
+        self.clock = ManualClock()
+        self.timers = Timers(self.clock)
+        self.queue = ServerQueue(seconds, self.clock, self.timers.later)
+        self.sent: list[str] = []
+        self._prompts = itertools.count(1)
+
+    def enter(
+        self,
+        name: str,
+        seconds: float,
+        *,
+        tokens: Any = None,
+        cached: int = 0,
+        is_batch: bool = False,
+        is_streamed: bool = True,
+    ) -> None:
+        """A request arrives; without `tokens` its prompt is like no other."""
+        prompt = np.full(8, next(self._prompts), np.int32) if tokens is None else np.asarray(tokens, np.int32)
+        self.queue.enter(
+            QueuedRequest(
+                name, prompt, cached, seconds, self.clock(), is_batch, is_streamed, lambda: self.sent.append(name)
+            )
+        )
+        self.queue.check()
+
+    def leave(self, name: str) -> bool:
+        waited = self.queue.leave(name)
+        self.queue.check()
+        return waited
+
+
+def test_one_at_a_time_goes_where_each_takes_long() -> None:
+    door = Door()
+    for name in "abc":
+        door.enter(name, 1.0)
+    assert door.sent == ["a"] and len(door.queue) == 2
+    door.leave("a")
+    assert door.sent == ["a", "b"]
+
+
+def test_beside_the_longest_goes_what_the_look_ahead_holds() -> None:
+    door = Door()
+    door.enter("long", 3.0)
+    for number in range(4):
+        door.enter(f"short {number}", 0.1)
+    assert door.sent == ["long", "short 0", "short 1"]
+
+
+def test_what_is_cached_overtakes_what_is_not_but_only_what_came_little_sooner() -> None:
+    door = Door()
+    door.enter("first", 1.0)
+    door.enter("cold", 1.0)
+    door.clock.advance(WORK_PATIENCE * 0.5)
+    door.enter("warm", 0.3)
+    door.clock.advance(WORK_PATIENCE * 0.5)
+    door.enter("late", 0.3)
+    door.leave("first")
+    door.leave("warm")
+    door.leave("cold")
+    assert door.sent == ["first", "warm", "cold", "late"]
+
+
+def test_batch_work_goes_last_but_goes() -> None:
+    door = Door()
+    door.enter("first", 1.0)
+    door.enter("batch", 1.0, is_batch=True)
+    door.enter("soon", 1.0)
+    door.clock.advance(BATCH_PATIENCE + 1.0)
+    door.enter("later", 1.0)
+    for name in ("first", "soon", "batch"):
+        door.leave(name)
+    assert door.sent == ["first", "soon", "batch", "later"]
+
+
+def test_who_goes_on_from_tokens_that_are_still_to_be_computed_follows() -> None:
+    """Together in one batch SGLang computes both: seen live, a document that was booked as cached was computed anew."""
+    door = Door()
+    document = [7] * 100
+    door.enter("first", 0.01)
+    door.enter("document", 0.1, tokens=[*document, 1])
+    door.enter("question", 0.01, tokens=[*document, 2], cached=100)
+    door.enter("other", 0.01)
+    assert door.sent == ["first", "document", "other"]
+    door.leave("document")
+    assert door.sent[-1] == "question"
+
+
+def test_who_shares_only_what_is_cached_follows_nobody() -> None:
+    door = Door()
+    door.enter("one", 0.01, tokens=[7] * 50 + [1] * 50, cached=50)
+    door.enter("two", 0.01, tokens=[7] * 50 + [2] * 50, cached=50)
+    assert door.sent == ["one", "two"]
+
+
+def test_a_follower_is_free_when_the_one_before_it_is_given_up() -> None:
+    door = Door()
+    door.enter("busy", 1.0)
+    door.enter("document", 1.0, tokens=[7] * 9)
+    door.enter("question", 0.1, tokens=[7] * 9, cached=8)
+    assert door.sent == ["busy"]
+    assert door.leave("document"), "it waited"
+    assert door.sent == ["busy", "question"]
+
+
+def test_a_request_that_does_not_begin_does_not_hold_the_others_up_for_ever() -> None:
+    door = Door()
+    door.enter("stuck", 1.0)
+    door.enter("next", 1.0)
+    door.timers.pass_by(OVERDUE_TIMES * 1.0 - 0.1)
+    assert door.sent == ["stuck"]
+    door.timers.pass_by(0.2)
+    assert door.sent == ["stuck", "next"]
+    assert not door.leave("stuck"), "it was sent"
+
+
+def test_a_short_one_is_given_a_second_to_begin() -> None:
+    door = Door(0.0)
+    door.enter("stuck", 0.001)
+    door.enter("next", 0.001)
+    door.timers.pass_by(OVERDUE_SECONDS - 0.1)
+    assert door.sent == ["stuck"]
+    door.timers.pass_by(0.2)
+    assert door.sent == ["stuck", "next"]
+
+
+def test_one_whose_first_token_nobody_sees_counts_as_long_as_expected() -> None:
+    door = Door()
+    door.enter("whole", 1.0, is_streamed=False)
+    door.enter("next", 1.0)
+    door.timers.pass_by(0.9)
+    assert door.sent == ["whole"]
+    door.timers.pass_by(0.2)
+    assert door.sent == ["whole", "next"]
+
+
+def test_without_a_bound_everything_goes_at_once() -> None:
+    door = Door(None)
+    for name in "abc":
+        door.enter(name, 100.0, tokens=[7] * 9, cached=8)
+    assert door.sent == ["a", "b", "c"] and not len(door.queue) and not door.leave("a")
+
+
+def test_several_engines_behind_one_door_have_a_look_ahead_each() -> None:
+    ahead = LookAhead(0.25, lanes=2)
+    ahead.add("a", 1.0, 0.0)
+    assert ahead.has_room(1.0)
+    ahead.add("b", 1.0, 0.0)
+    assert not ahead.has_room(1.0) and ahead.has_room(0.5)
+
+
+def test_so_many_are_sent_in_any_case() -> None:
+    ahead = LookAhead(0.0, requests=3)
+    for name in "abc":
+        assert ahead.has_room(9.0)
+        ahead.add(name, 9.0, 0.0)
+    assert not ahead.has_room(0.0)
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Against a model that has no sums and no timers: lists that are looked through anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.door = Door()
+        self.ahead: dict[str, tuple[float, float]] = {}  # seconds, and until when it counts
+        self.waiting: dict[str, tuple[float, int, float, bool]] = {}
+        self.expected: list[str] = []
+        self.names = itertools.count()
+
+    def _pump(self) -> None:
+        now = self.door.clock()
+        self.ahead = {name: one for name, one in self.ahead.items() if one[1] > now}
+        for name, (_, _, seconds, is_streamed) in sorted(self.waiting.items(), key=lambda item: item[1][:2]):
+            others = [one for one, _ in self.ahead.values()]
+            if others and sum(others) - max(others) + seconds > LOOK_AHEAD_SECONDS:
+                return
+            total = sum(others) + seconds
+            until = now + (max(OVERDUE_TIMES * total, OVERDUE_SECONDS) if is_streamed else total)
+            self.ahead[name] = seconds, until
+            del self.waiting[name]
+            self.expected.append(name)
+
+    @rule(eighths=st.integers(0, 32), is_batch=st.booleans(), is_streamed=st.booleans())
+    def enter(self, eighths: int, is_batch: bool, is_streamed: bool) -> None:
+        number, seconds = next(self.names), eighths / 32
+        rank = self.door.clock() + WORK_PATIENCE * seconds + BATCH_PATIENCE * is_batch
+        self.waiting[str(number)] = rank, number, seconds, is_streamed
+        self._pump()
+        self.door.enter(str(number), seconds, is_batch=is_batch, is_streamed=is_streamed)
+
+    @precondition(lambda self: self.ahead or self.waiting)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted({*self.ahead, *self.waiting})))
+        waited = self.waiting.pop(name, None) is not None
+        self.ahead.pop(name, None)
+        self._pump()
+        assert self.door.leave(name) is waited
+
+    @rule(eighths=st.integers(1, 40))
+    def pass_by(self, eighths: int) -> None:
+        for _ in range(eighths):
+            self.door.timers.pass_by(0.125)
+            self._pump()
+
+    @invariant()
+    def they_agree(self) -> None:
+        self.door.queue.check()
+        assert self.door.sent == self.expected
+        assert len(self.door.queue) == len(self.waiting)
+
+
+TestQueueMachine = pytest.mark.filterwarnings("ignore")(QueueMachine.TestCase)
+TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
