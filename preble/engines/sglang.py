@@ -110,10 +110,8 @@ class SglangBackend(Backend):
             resumable_fields=_fields_of(RESUMABLE_FIELDS["sglang"], self._has_tokenizer),
         )
         self._defaults = dict(manager.model_config.get_default_sampling_params())
-        chunk = int(arguments.get("chunked_prefill_size") or -1)
-        iteration = chunk if chunk > 0 else int(arguments.get("max_prefill_tokens") or 8192)
         self._eos = info.eos_token_ids
-        return BackendInfo(info, ranks, iteration, int(manager.model_config.vocab_size))
+        return BackendInfo(info, ranks, int(manager.model_config.vocab_size))
 
     async def feed(self, sink: EventSink) -> None:
         await listen(self._sources, sink)

@@ -105,9 +105,7 @@ class VllmBackend(Backend):
         self._eos = info.eos_token_ids
         # Its `max_tokens` is how long answers are where nothing is said; here something always is.
         self._defaults = {k: v for k, v in model.get_diff_sampling_param().items() if k != "max_tokens"}
-        return BackendInfo(
-            info, ranks, int(config.scheduler_config.max_num_batched_tokens), int(model.get_vocab_size())
-        )
+        return BackendInfo(info, ranks, int(model.get_vocab_size()))
 
     def _stat_logger(self) -> Any:
         """Makes a listener to vLLM's own statistics for each rank: there is no call that asks for them."""

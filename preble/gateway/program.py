@@ -352,7 +352,7 @@ def _router(
         [address if (options := known.get(address)) is None else (address, options) for address in found],
         scheduler=scheduler,
         config=RouterConfig(
-            FleetConfig(several_models=True),
+            FleetConfig(several_models=True, look_ahead_seconds=config.look_ahead_seconds),
             connect_seconds=config.connect_seconds,
             refuse_wait_seconds=config.refuse_wait_seconds,
             flow=_flow_config(config),

@@ -160,6 +160,11 @@ class FleetWorker:
         """The namespace of blocks that its engine distinguishes by more than tokens."""
         return joined(self.namespace, namespace_of(keys))
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait there, by its last report, and here until it is sent them."""
+        return len(self.queue) + (0 if self.pong is None else self.pong.waiting)
+
     # --- LinkListener -------------------------------------------------------------------------------------------------
 
     def on_message(self, message: wire.OutputChunk | wire.Rejected | wire.PullEnded | wire.Draining) -> None:
@@ -675,7 +680,7 @@ class Fleet:
         if self._by_id.get(worker.worker_id) is not worker:
             return
         try:
-            self.scheduler.reconcile_counts(worker.worker_id, running=pong.running, waiting=pong.waiting)
+            self.scheduler.reconcile_counts(worker.worker_id, running=pong.running, waiting=worker.waiting)
         except PrebleError as error:
             logger.debug("the load of worker %r was not compared: %s", worker.worker_id, error)
 
@@ -690,6 +695,7 @@ class Fleet:
             is_unusable = worker.state != "ready" or worker.withheld
             assert (worker_id in self.unusable) == is_unusable, f"unusable is stale for {worker_id}"
         for worker in self.workers.values():
+            worker.queue.check()
             assert worker.state in STATES, f"unknown state {worker.state!r}"
             assert worker.state != "ready" or worker.worker_id in self._by_id, "a ready worker is in the scheduler"
 

@@ -24,9 +24,18 @@ from preble.errors import (
     WorkerLost,
 )
 from preble.router.router import Router
+from preble.scheduling.flow_control import FlowConfig
 from preble.transport.engine_servers.server_info import ServerOptions
-from tests.support.relay import InOrder, ScriptedServer
-from tests.support.transport import ScriptedWorker, assert_bookings_are_even, asynchronous, fast, until
+from preble.types import SamplingParams
+from tests.support.relay import Call, InOrder, ScriptedServer
+from tests.support.transport import (
+    ScriptedWorker,
+    assert_bookings_are_even,
+    asynchronous,
+    collect,
+    fast,
+    until,
+)
 
 PROMPT = np.arange(100, dtype=np.int32)
 
@@ -306,3 +315,128 @@ async def test_a_server_that_sends_output_is_not_silent() -> None:
         assert worker.state == "ready"
         server.awake.set()
         placement.cancel()
+
+
+# --- what waits before a server ---------------------------------------------------------------------------------------
+
+
+def other_prompt(number: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """A prompt that shares nothing with others."""
+    return np.arange(100, dtype=np.int32) + 1000 * number
+
+
+@asynchronous
+async def test_a_placement_in_turn_goes_when_the_one_before_it_has_begun() -> None:
+    server = ScriptedServer()
+    async with routed(server, look_ahead_seconds=0.0) as router:
+        first, second, third = [await router.place(other_prompt(i), in_turn=True) for i in range(3)]
+        await first.turn()
+        turns = [asyncio.ensure_future(one.turn()) for one in (second, third)]
+        await asyncio.sleep(0)
+        (worker,) = router.stats()["workers"].values()
+        assert worker["waiting"] == 2 and not any(turn.done() for turn in turns)
+        first.first_token()
+        await turns[0]
+        assert not turns[1].done()
+        third.cancel()
+        turns[1].cancel()
+        second.finish(1)
+        first.finish(1)
+        router.check()
+
+
+@asynchronous
+async def test_one_who_does_not_wait_for_its_turn_goes_at_once() -> None:
+    async with routed(ScriptedServer(), look_ahead_seconds=0.0) as router:
+        first, second = [await router.place(other_prompt(i)) for i in range(2)]
+        await second.turn()
+        (worker,) = router.stats()["workers"].values()
+        assert worker["waiting"] == 0
+        first.cancel()
+        second.cancel()
+
+
+@asynchronous
+async def test_without_a_look_ahead_everything_goes_at_once() -> None:
+    async with routed(ScriptedServer(), look_ahead_seconds=None) as router:
+        placements = [await router.place(other_prompt(i), in_turn=True) for i in range(3)]
+        for one in placements:
+            await one.turn()
+            one.cancel()
+    with pytest.raises(InvalidConfig, match="look_ahead_seconds"):
+        fast(look_ahead_seconds=-1.0)
+
+
+@asynchronous
+async def test_a_server_lost_under_one_that_waits_sends_it_elsewhere() -> None:
+    one, two = ScriptedServer(), ScriptedServer()
+    async with routed(one, two, look_ahead_seconds=0.0) as router:
+        first, second = [await router.place(other_prompt(i), in_turn=True) for i in range(2)]
+        turn = asyncio.ensure_future(second.turn())
+        await asyncio.sleep(0)
+        await router.remove_worker(one.url)
+        with pytest.raises(TransportError, match="is lost"):
+            await turn
+        await second.failed("it was lost")
+        assert second.worker == two.worker
+        await second.turn()
+        second.finish(1)
+        first.cancel()
+
+
+@asynchronous
+async def test_the_client_s_time_runs_while_a_request_waits_for_its_turn() -> None:
+    async with routed(ScriptedServer(), look_ahead_seconds=0.0) as router:
+        first = await router.place(other_prompt(0), in_turn=True)
+        second = await router.place(other_prompt(1), in_turn=True, first_token_seconds=0.05)
+        with pytest.raises(TransportError, match="is lost"):
+            await second.turn()
+        with pytest.raises(Overloaded, match="no token after"):
+            await second.failed("its turn did not come")
+        first.cancel()
+
+
+@asynchronous
+async def test_a_batch_request_waits_for_the_others() -> None:
+    flow = FlowConfig(spare_seconds=60.0)  # else it would wait before it has a place
+    async with routed(ScriptedServer(), look_ahead_seconds=0.0, flow=flow) as router:
+        first = await router.place(other_prompt(0), in_turn=True)
+        batch = await router.place(other_prompt(1), in_turn=True, priority="batch")
+        soon = await router.place(other_prompt(2), in_turn=True)
+        turn = asyncio.ensure_future(batch.turn())
+        first.first_token()
+        await soon.turn()
+        assert not turn.done()
+        soon.first_token()
+        await turn
+        for one in (first, batch, soon):
+            one.finish(1)
+
+
+@asynchronous
+async def test_generated_requests_wait_before_a_server_and_are_withdrawn_unsent() -> None:
+    asked: list[Call] = []
+    go = asyncio.Event()
+
+    async def answer(call: Call) -> None:
+        asked.append(call)
+        await go.wait()
+        meta = {"prompt_tokens": 100, "completion_tokens": 1, "cached_tokens": 0, "finish_reason": {"type": "stop"}}
+        await call.stream({"text": "", "output_ids": [5], "meta_info": meta})
+
+    async with routed(ScriptedServer(answer), look_ahead_seconds=0.0) as router:
+        first, second, third = [
+            asyncio.ensure_future(collect(router.generate(other_prompt(i), SamplingParams(max_new_tokens=1))))
+            for i in range(3)
+        ]
+        await until(lambda: asked, "the first is sent")
+        (worker,) = router.stats()["workers"].values()
+        assert worker["waiting"] == 2
+        third.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await third
+        assert len(asked) == 1 and next(iter(router.stats()["workers"].values()))["waiting"] == 1
+        go.set()
+        for task in (first, second):
+            assert (await task)[0] == [5]
+        assert len([call for call in asked if "generate" in call.path]) == 2

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from ...batching.look_ahead import LOOK_AHEAD_SECONDS
 from ...config import SchedulerConfig
 from .config_tables import DiscoveryTable, KeyTable, ServerTable
 
@@ -231,6 +232,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "burst of at most 15 s; null refuses none."
         ),
     ] = 3.0
+    look_ahead_seconds: Annotated[
+        Annotated[float, Meta(ge=0, le=1e6)] | None,
+        Meta(
+            description="An SGLang or vLLM server is sent one request, and beside the longest that it has not begun as "
+            "much as it prefills in such a time; what waits is sent with cached prompts first. Null sends all at once."
+        ),
+    ] = LOOK_AHEAD_SECONDS
     request_seconds: Annotated[
         Annotated[float, Meta(gt=0, le=1e9)] | None,
         Meta(

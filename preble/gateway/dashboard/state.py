@@ -74,6 +74,7 @@ class Look(NamedTuple):
     epoch: int
     welcome: wire.Welcome | None
     pong: wire.Pong | None
+    waiting: int
     restarts: int
     losses: int
     prompt_tokens: int
@@ -185,7 +186,7 @@ class Live:
         self._tallies = {name: tally for name, tally in self._tallies.items() if name in known}
         return [
             Look(
-                address, w.worker_id, w.state, w.why, w.epoch, w.welcome, w.pong,
+                address, w.worker_id, w.state, w.why, w.epoch, w.welcome, w.pong, w.waiting,
                 w.counters.restarts, w.counters.losses, *self._tallies.get(w.worker_id, (0, 0)),
             )
             for address, w in workers.items()
@@ -237,7 +238,7 @@ class Live:
         cached = account["cached_tokens"] if account is not None else 0
         away = account["away_tokens"] if account is not None else 0
         used = max(pong.kv_used_tokens, pong.kv_cached_tokens) if pong is not None else cached - away
-        waiting = pong.waiting if pong is not None else 0
+        waiting = look.waiting if up else 0
         hit = tracked.hits.push(look.cached_tokens, look.prompt_tokens)
         kv = min(used / capacity, 1.0) if capacity and up else 0.0
         tracked.numbers = {
