@@ -18,7 +18,7 @@ import heapq
 import math
 from typing import NamedTuple
 
-LOOK_AHEAD_SECONDS = 0.25
+LOOK_AHEAD_SECONDS = 1.0
 OVERDUE_TIMES = 4.0
 OVERDUE_SECONDS = 1.0
 

@@ -3,9 +3,8 @@ until when; sends nothing, has no clock of its own.
 
     placed  ->  waiting, by rank  ->  sent, no first token yet (`look_ahead`)  ->  begun
 
-  1. The rank of a request is its arrival and `WORK_PATIENCE` seconds for each second of its prefill: what is cached
-     goes before what is not, and a request waits for those only that come so much later. Batch work is
-     `BATCH_PATIENCE` seconds behind.
+  1. The rank of a request is its arrival and the seconds of its prefill: what is cached goes before what is not, and
+     a request waits for those only that come so much later. Batch work is `BATCH_PATIENCE` seconds behind.
   2. A request that goes on from tokens which another one, that has not begun, is to compute follows that one: together
      in one batch both would compute them.
 
@@ -26,7 +25,6 @@ import numpy.typing as npt
 from ..batching.look_ahead import LookAhead
 from ..clock import Clock
 
-WORK_PATIENCE = 10.0
 BATCH_PATIENCE = 30.0
 FOLLOWED_MAX = 64  # requests that have not begun, the newest, among which the one is looked for that another follows
 
@@ -61,8 +59,7 @@ class QueuedRequest:
     @property
     def rank(self) -> tuple[float, int]:
         """The order among those that wait."""
-        patience = WORK_PATIENCE * self.seconds + (BATCH_PATIENCE if self.is_batch else 0.0)
-        return self.arrived + patience, self.number
+        return self.arrived + self.seconds + (BATCH_PATIENCE if self.is_batch else 0.0), self.number
 
     @property
     def may_go(self) -> bool:

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from preble import ManualClock
-from preble.batching.look_ahead import LOOK_AHEAD_SECONDS, OVERDUE_SECONDS, OVERDUE_TIMES, LookAhead
-from preble.router.server_queue import BATCH_PATIENCE, WORK_PATIENCE, QueuedRequest, ServerQueue
+from preble.batching.look_ahead import OVERDUE_SECONDS, OVERDUE_TIMES, LookAhead
+from preble.router.server_queue import BATCH_PATIENCE, QueuedRequest, ServerQueue
+
+AHEAD_SECONDS = 0.25
 
 
 class Timers:
@@ -47,7 +49,7 @@ class Timers:
 class Door:
     """A queue before a server, and what went through in which order."""
 
-    def __init__(self, seconds: float | None = LOOK_AHEAD_SECONDS) -> None:
+    def __init__(self, seconds: float | None = AHEAD_SECONDS) -> None:
         self.clock = ManualClock()
         self.timers = Timers(self.clock)
         self.queue = ServerQueue(seconds, self.clock, self.timers.later)
@@ -100,9 +102,9 @@ def test_what_is_cached_overtakes_what_is_not_but_only_what_came_little_sooner()
     door = Door()
     door.enter("first", 1.0)
     door.enter("cold", 1.0)
-    door.clock.advance(WORK_PATIENCE * 0.5)
+    door.clock.advance(0.5)
     door.enter("warm", 0.3)
-    door.clock.advance(WORK_PATIENCE * 0.5)
+    door.clock.advance(0.5)
     door.enter("late", 0.3)
     door.leave("first")
     door.leave("warm")
@@ -222,7 +224,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.ahead = {name: one for name, one in self.ahead.items() if one[1] > now}
         for name, (_, _, seconds, is_streamed) in sorted(self.waiting.items(), key=lambda item: item[1][:2]):
             others = [one for one, _ in self.ahead.values()]
-            if others and sum(others) - max(others) + seconds > LOOK_AHEAD_SECONDS:
+            if others and sum(others) - max(others) + seconds > AHEAD_SECONDS:
                 return
             total = sum(others) + seconds
             until = now + (max(OVERDUE_TIMES * total, OVERDUE_SECONDS) if is_streamed else total)
@@ -233,7 +235,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(eighths=st.integers(0, 32), is_batch=st.booleans(), is_streamed=st.booleans())
     def enter(self, eighths: int, is_batch: bool, is_streamed: bool) -> None:
         number, seconds = next(self.names), eighths / 32
-        rank = self.door.clock() + WORK_PATIENCE * seconds + BATCH_PATIENCE * is_batch
+        rank = self.door.clock() + seconds + BATCH_PATIENCE * is_batch
         self.waiting[str(number)] = rank, number, seconds, is_streamed
         self._pump()
         self.door.enter(str(number), seconds, is_batch=is_batch, is_streamed=is_streamed)
