@@ -18,6 +18,8 @@ import heapq
 import math
 from typing import NamedTuple
 
+from .requests import Int32Array
+
 LOOK_AHEAD_SECONDS = 1.0
 OVERDUE_TIMES = 4.0
 OVERDUE_SECONDS = 1.0
@@ -89,3 +91,13 @@ class LookAhead:
         """Assert that the sum is that of those that were sent."""
         total = math.fsum(one.seconds for one in self._sent.values())
         assert math.isclose(total, self._total_seconds, rel_tol=1e-9, abs_tol=1e-6), "the seconds sent are off"
+
+
+def goes_on_from(token_ids: Int32Array, cached_tokens: int, others_ids: Int32Array, others_cached: int) -> bool:
+    """Whether a prompt of which so many tokens count as cached goes on from tokens that another one, with fewer of its
+    own cached, is still to compute: in one batch with it, it would compute them, too. O(tokens)."""
+    size = min(len(token_ids), len(others_ids), cached_tokens)
+    if size <= others_cached or token_ids[0] != others_ids[0]:
+        return False
+    same = token_ids[: others_cached + 1] == others_ids[: others_cached + 1]
+    return bool(same.all())

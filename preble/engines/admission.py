@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..batching._batch import LiveRequest
-from ..batching.look_ahead import LOOK_AHEAD_SECONDS, LookAhead
+from ..batching.look_ahead import LOOK_AHEAD_SECONDS, LookAhead, goes_on_from
 from ..batching.requests import Int32Array, LocalConfig, LocalRequest
 from ..batching.waiting_queue import WaitingQueue
 from ..clock import Clock, monotonic
@@ -121,6 +121,7 @@ class Admission:
         self._number = 0
         self._silent: set[str] = set()  # inside, without output
         self._silent_tokens = 0
+        self._computing: dict[str, tuple[GenerationRequest, int]] = {}  # of `_ahead`: and what was cached of each
         self._ticked_at = clock()
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -144,18 +145,18 @@ class Admission:
         """The request to hand to the engine now, and its rank; None if nobody waits or the engine has enough."""
         now = self._clock()
         self._tick(now)
-        self._ahead.expire(now)
+        for name in self._ahead.expire(now):
+            del self._computing[name]
         if not self._waiting or len(self._inside) >= self._places or not self._ahead.has_room(0.0):
             return None
         self._queue.begin_round()
-        live = self._queue.peek(now)
-        assert live is not None, "somebody waits"
-        seconds = self._prefill_seconds(live)
-        has_room = self._ahead.has_room(seconds)
+        live, cached = self._peek(now)
+        seconds = 0.0 if live is None else self.scheduler.prefill_seconds("0", len(live.request.token_ids), cached)
+        has_room = live is not None and self._ahead.has_room(seconds)
         if has_room:
             self._queue.take(live)
         self._queue.end_round()
-        if not has_room:
+        if live is None or not has_room:
             return None
         _, request = self._waiting.pop(live.request.request_id)
         rank, missed = self._placed(request, live.request.max_new_tokens)
@@ -163,12 +164,23 @@ class Admission:
         self._inside[request.request_id] = missed
         self._silent.add(request.request_id)
         self._silent_tokens += missed
+        self._computing[request.request_id] = request, len(request.token_ids) - missed
         self._ahead.add(request.request_id, seconds, now)
         return request, rank
 
-    def _prefill_seconds(self, live: LiveRequest) -> float:
-        cached = self._estimate.cached_tokens(live.request.token_ids, live.request.namespace)
-        return self.scheduler.prefill_seconds("0", len(live.request.token_ids), cached)
+    def _peek(self, now: float) -> tuple[LiveRequest | None, int]:
+        """The first of those that wait and go on from nothing that is still to be computed, and how much of it counts
+        as cached."""
+        while (live := self._queue.peek(now)) is not None:
+            tokens, space = live.request.token_ids, live.request.namespace
+            cached = self._estimate.cached_tokens(tokens, space)
+            if not any(
+                other.namespace == space and goes_on_from(tokens, cached, other.token_ids, known)
+                for other, known in self._computing.values()
+            ):
+                return live, cached
+            self._queue.defer(live)
+        return None, 0
 
     def _placed(self, request: GenerationRequest, max_new_tokens: int) -> tuple[int, int]:
         """Book a request: its rank, and the tokens to compute for it."""
@@ -215,6 +227,7 @@ class Admission:
     def _leave_silence(self, request_id: str) -> None:
         self._silent.remove(request_id)
         self._ahead.remove(request_id)
+        self._computing.pop(request_id, None)
         self._silent_tokens -= self._inside[request_id]
         self._inside[request_id] = 0
 
@@ -264,6 +277,7 @@ class Admission:
         """Assert that queue, sets, sums and the scheduler's bookings agree."""
         self._queue.check()
         self._ahead.check()
+        assert len(self._computing) == len(self._ahead) and self._computing.keys() <= self._silent, "they are computed"
         self.scheduler.check()
         assert len(self._queue) == len(self._waiting), "queue and table list different requests"
         assert self._silent <= set(self._inside), "a silent request is not inside"

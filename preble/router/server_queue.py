@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..batching.look_ahead import LookAhead
+from ..batching.look_ahead import LookAhead, goes_on_from
 from ..clock import Clock
 
 BATCH_PATIENCE = 30.0
@@ -144,7 +144,7 @@ class ServerQueue:
     def _followed_by(self, request: QueuedRequest) -> QueuedRequest | None:
         """The newest request that has not begun and computes tokens which this one goes on from."""
         for _, other in zip(range(FOLLOWED_MAX), reversed(self._unbegun.values()), strict=False):
-            if other.cached_tokens < _shared_tokens(request.token_ids, other.token_ids, request.cached_tokens):
+            if goes_on_from(request.token_ids, request.cached_tokens, other.token_ids, other.cached_tokens):
                 return other
         return None
 
@@ -162,12 +162,3 @@ class ServerQueue:
 
 def _rank(entry: tuple[tuple[float, int], QueuedRequest]) -> tuple[float, int]:
     return entry[0]
-
-
-def _shared_tokens(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32], most: int) -> int:
-    """How many tokens both begin with, of the first `most`."""
-    size = min(len(one), len(other), most)
-    if not size or one[0] != other[0]:
-        return 0
-    same = one[:size] == other[:size]
-    return size if same.all() else int(same.argmin())

@@ -90,7 +90,7 @@ class Learned:
             exclude=exclude,
             streamed=body.stream,
             separable=separable,
-            in_turn=True,
+            in_turn=body.endpoint.generates,
         )
 
     def all_but(self, keeper: str | None, exclude: frozenset[str]) -> frozenset[str]:
