@@ -27,8 +27,8 @@ import numpy as np
 
 from benchmarks.common.tables import markdown
 from preble import ManualClock
-from preble.batching.look_ahead import LOOK_AHEAD_SECONDS
 from preble.router.server_queue import QueuedRequest, ServerQueue
+from preble.transport.look_ahead import LOOK_AHEAD_SECONDS
 
 HOP_SECONDS = 0.001
 

@@ -8,7 +8,7 @@ possible:
                                   [ prefilling | look-ahead ]
 
 A request goes in while the engine has a place for it (`max_running` and the look-ahead on top), and those without
-output leave room for it (`batching/look_ahead`): small prompts still share an iteration.
+output leave room for it (`transport/look_ahead`): small prompts still share an iteration.
 
 What is cached is known by a `GlobalScheduler` of the engine's data-parallel ranks, from the engine's own events or,
 where it has none, from what it reports of its hits. It also decides on the rank that a request goes to, by a policy. A
@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..batching._batch import LiveRequest
-from ..batching.look_ahead import LOOK_AHEAD_SECONDS, LookAhead, goes_on_from
 from ..batching.requests import Int32Array, LocalConfig, LocalRequest
 from ..batching.waiting_queue import WaitingQueue
 from ..clock import Clock, monotonic
 from ..errors import DuplicateRequest, InvalidConfig, QueueFull
 from ..policies.base import Policy, resolve
 from ..scheduler import GlobalScheduler
+from ..transport.look_ahead import LOOK_AHEAD_SECONDS, LookAhead, goes_on_from
 from ..types import CacheEvent, WorkerSpec, check_int, check_seconds
 from .base import EngineInfo, GenerationRequest
 

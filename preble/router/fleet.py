@@ -26,7 +26,6 @@ import zmq.asyncio
 from msgspec import structs
 
 from .._cost import CostModel
-from ..batching.look_ahead import LOOK_AHEAD_SECONDS
 from ..clock import Clock
 from ..errors import (
     HandshakeRefused,
@@ -43,13 +42,13 @@ from ..transport.engine_servers.kv_event_subscriber import FeedConfig, FeedCount
 from ..transport.engine_servers.link import ServerLink
 from ..transport.engine_servers.server_info import ServedName, ServerOptions
 from ..transport.event_stream import Batch
+from ..transport.look_ahead import LOOK_AHEAD_SECONDS
 from ..transport.namespaces import joined, namespace_of
 from ..transport.security import ClientKeys
 from ..transport.worker_address import UnknownHost, check_worker_address, find_host, is_server, why_silent
 from ..types import BOTH, AllBlocksCleared, BlockKeys, ServedWork, WorkerSpec, check_fields
 from .peer_requests import PeerRequests
 from .pulls import Pulls
-from .request import Attempt
 from .server_queue import ServerQueue
 
 if TYPE_CHECKING:
@@ -331,25 +330,25 @@ class Fleet:
             raise TransportError(f"worker {worker_id} was never connected")
         worker.link.send(message)
 
-    def queue_before(self, attempt: Attempt) -> ServerQueue | None:
-        """Where an attempt waits until its worker is sent it; None where that has a queue of our own, or one of two
-        serves it. Raises `UnknownWorker`, `TransportError` for one that is away, `QueueFull` at its bound."""
-        worker = self.worker(attempt.worker_id)
-        if attempt.pair is not None or not isinstance(worker.link, ServerLink):
+    def queue_before(self, worker_id: str) -> ServerQueue | None:
+        """Where a request waits until its worker is sent it; None where that has a queue of our own. Raises
+        `UnknownWorker`, `TransportError` for one that is away, `QueueFull` at its bound."""
+        worker = self.worker(worker_id)
+        if not isinstance(worker.link, ServerLink):
             return None
         worker.link.check_room(len(worker.queue))
         return worker.queue
 
-    def refused(self, attempt: Attempt, text: str) -> None:
+    def refused(self, worker_id: str, wire_id: str, text: str) -> None:
         """A server did not take what waited for it; reported as if it had said so."""
-        refusal = wire.Rejected(attempt.wire_id, "queue_full", text)
-        asyncio.get_running_loop().call_soon(self.owner.on_message, self.worker(attempt.worker_id), refusal)
+        refusal = wire.Rejected(wire_id, "queue_full", text)
+        asyncio.get_running_loop().call_soon(self.owner.on_message, self.worker(worker_id), refusal)
 
-    def began(self, attempt: Attempt) -> None:
-        """The first token of an attempt has come."""
-        worker = self._by_id.get(attempt.worker_id)
+    def began(self, worker_id: str, wire_id: str) -> None:
+        """The first token of a request has come."""
+        worker = self._by_id.get(worker_id)
         if worker is not None:
-            worker.queue.leave(attempt.wire_id)
+            worker.queue.leave(wire_id)
 
     def expect(self, worker_id: str, wire_id: str, seconds: float) -> None:
         """A request was given to a worker, by that name, whose prefill is expected to take so long: a server is judged

@@ -299,7 +299,7 @@ class RoutedRequest(PlacedRequest):
             half=half_of(attempt),
         )
         try:
-            self._queue = fleet.queue_before(attempt)
+            self._queue = None if attempt.pair is not None else fleet.queue_before(attempt.worker_id)
             if self._queue is None:
                 fleet.send(attempt.worker_id, request)
             else:
@@ -322,7 +322,7 @@ class RoutedRequest(PlacedRequest):
             fleet.send(attempt.worker_id, request)
             fleet.expect(attempt.worker_id, attempt.wire_id, seconds)
         except PrebleError as error:  # it had room; should that be gone, it is tried elsewhere
-            fleet.refused(attempt, str(error))
+            fleet.refused(attempt.worker_id, attempt.wire_id, str(error))
 
     def take_back(self, attempt: Attempt, fleet: Fleet, *, abort: bool) -> None:
         """With `abort`, send the worker one. Raises as `Fleet.send` does."""

@@ -721,7 +721,7 @@ class Router:
         attempt.first_seen = True
         self._recorder.first_token(live)
         self._predicted_wait.started(attempt.wire_id, self._clock())
-        self.fleet.began(attempt)
+        self.fleet.began(attempt.worker_id, attempt.wire_id)
         pairs.report_first_token(self.scheduler, live, attempt)
         self._turns.pump()
         if self.siblings is not None:

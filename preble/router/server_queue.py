@@ -22,8 +22,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..batching.look_ahead import LookAhead, goes_on_from
 from ..clock import Clock
+from ..transport.look_ahead import LookAhead, goes_on_from
 
 BATCH_PATIENCE = 30.0
 FOLLOWED_MAX = 64  # requests that have not begun, the newest, among which the one is looked for that another follows

@@ -151,7 +151,7 @@ def worker(name: str, **facts: Any) -> Any:
     """A worker as the fleet has it."""
     welcome = SimpleNamespace(kv_capacity_tokens=1000, engine="torch", model="m")
     pong = SimpleNamespace(running=2, waiting=3, kv_used_tokens=250, kv_cached_tokens=100)
-    base = {"worker_id": name, "state": "ready", "why": "", "epoch": 7, "welcome": welcome, "pong": pong}
+    base = {"worker_id": name, "state": "ready", "why": "", "epoch": 7, "welcome": welcome, "pong": pong, "waiting": 3}
     return SimpleNamespace(**{**base, "counters": AddressCounters(), **facts})
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from preble import ManualClock
-from preble.batching.look_ahead import OVERDUE_SECONDS, OVERDUE_TIMES, LookAhead
 from preble.router.server_queue import BATCH_PATIENCE, QueuedRequest, ServerQueue
+from preble.transport.look_ahead import OVERDUE_SECONDS, OVERDUE_TIMES, LookAhead
 
 AHEAD_SECONDS = 0.25
 

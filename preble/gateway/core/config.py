@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from ...batching.look_ahead import LOOK_AHEAD_SECONDS
 from ...config import SchedulerConfig
+from ...transport.look_ahead import LOOK_AHEAD_SECONDS
 from .config_tables import DiscoveryTable, KeyTable, ServerTable
 
 PREFIX = "PREBLE_"

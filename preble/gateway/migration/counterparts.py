@@ -197,7 +197,7 @@ SUBJECTS: dict[str, tuple[Counterpart, ...]] = {
             "--prefill-max-inflight-requests-per-worker --prefill-queue-size --prefill-queue-timeout-secs "
             "--pd-admission-wait-secs",
             "",
-            "requests wait at workers; one that would wait longer than `refuse_wait_seconds` is refused at once",
+            "`look_ahead_seconds`; one that would wait longer than `refuse_wait_seconds` is refused at once",
             (SMG,),
         ),
         Counterpart("--epd-disaggregation! --encode* --encode-policy", "", NO_ENCODERS, (SMG,), refused=True),
@@ -215,7 +215,7 @@ SUBJECTS: dict[str, tuple[Counterpart, ...]] = {
         Counterpart(
             "--queue-size --queue-timeout-secs",
             "",
-            "requests wait at workers; one that would wait longer than `refuse_wait_seconds` is refused at once",
+            "`look_ahead_seconds`; one that would wait longer than `refuse_wait_seconds` is refused at once",
         ),
         Counterpart(
             "--rate-limit-tokens-per-second",

@@ -18,7 +18,10 @@ import heapq
 import math
 from typing import NamedTuple
 
-from .requests import Int32Array
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
 
 LOOK_AHEAD_SECONDS = 1.0
 OVERDUE_TIMES = 4.0
