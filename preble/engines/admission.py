@@ -153,7 +153,7 @@ class Admission:
         live, cached = self._peek(now)
         seconds = 0.0 if live is None else self.scheduler.prefill_seconds("0", len(live.request.token_ids), cached)
         has_room = live is not None and self._ahead.has_room(seconds)
-        if has_room:
+        if live is not None and has_room:
             self._queue.take(live)
         self._queue.end_round()
         if live is None or not has_room:
