@@ -212,6 +212,7 @@ class PlacedRequest:
             is_batch=claim is not None and claim.priority == BATCH,
             is_streamed=self.is_streamed,
             go=go,
+            namespace=self.namespace,
         )
 
     def take_back(self, attempt: Attempt, fleet: Fleet, *, abort: bool) -> None:

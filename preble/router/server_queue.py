@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +52,7 @@ class QueuedRequest:
     is_batch: bool
     is_streamed: bool
     go: Callable[[], object]
+    namespace: Hashable = None
     number: int = -1
     follows: QueuedRequest | None = None
     has_begun: bool = False
@@ -144,7 +145,9 @@ class ServerQueue:
     def _followed_by(self, request: QueuedRequest) -> QueuedRequest | None:
         """The newest request that has not begun and computes tokens which this one goes on from."""
         for _, other in zip(range(FOLLOWED_MAX), reversed(self._unbegun.values()), strict=False):
-            if goes_on_from(request.token_ids, request.cached_tokens, other.token_ids, other.cached_tokens):
+            if request.namespace == other.namespace and goes_on_from(
+                request.token_ids, request.cached_tokens, other.token_ids, other.cached_tokens
+            ):
                 return other
         return None
 
