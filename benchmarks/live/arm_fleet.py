@@ -76,8 +76,6 @@ def server_command(engine: str, python: Path, shape: engine_fleet.Shape, number:
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(shape.model)]
     command += ["--host", "127.0.0.1", "--port", str(shape.base_port + number), "--served-model-name", "model"]
     command += ["--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
-    if shape.device != "cpu":
-        command += ["--load-format", "dummy"]  # random weights, made where they are needed
     command += ["--kv-events-config", json.dumps({"enable_kv_cache_events": True, **events})]
     for name, value in arguments("vllm", shape).items():
         if value is not True:
@@ -95,6 +93,7 @@ def arguments(engine: str, shape: engine_fleet.Shape) -> dict[str, Any]:
         if shape.device != "cpu":
             # Servers that start at once on one card must not measure each other's memory: the cache's room is given.
             found |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": CARD_CACHE_BYTES}
+            found["load_format"] = "dummy"  # random weights, made where they are needed
         return found
     return {
         "device": "cpu",
@@ -147,11 +146,26 @@ def serve_command(
     addresses: Sequence[str], shape: engine_fleet.Shape, more: Sequence[str] = (), port: int | None = None
 ) -> list[str]:
     """Preble's gateway with its defaults, but that it refuses nobody, as the other arms refuse nobody; it makes tokens
-    with the engines' tokenizer. On the 50th port if no other is named."""
-    command = [sys.executable, "-m", "preble.cli", "serve", "--workers", *addresses, "--tokenizer", str(shape.model)]
-    command += ["--port", str(shape.base_port + 50 if port is None else port), "--min-workers", str(len(addresses))]
+    with the engines' tokenizer. On the 50th port if no other is named; before no engine that a variable names."""
+    workers = ["--workers", *addresses] if addresses else []
+    command = [sys.executable, "-m", "preble.cli", "serve", *workers, "--tokenizer", str(shape.model)]
+    command += ["--port", str(shape.base_port + 50 if port is None else port)]
+    command += ["--min-workers", str(len(addresses) or shape.engines)]
     command += ["--model-names", "model", "--refuse-wait-seconds", "null"]
     return [*command, "--log-level", "warning", "--lame-duck-seconds", "0", *more]
+
+
+def servers_variable(engine: str, shape: engine_fleet.Shape, urls: Sequence[str]) -> dict[str, str]:
+    """The servers, each with where it publishes cache events, in the variable that the gateway reads: a vLLM older than
+    0.32 does not report that itself."""
+    if engine != "vllm" or not all(url.startswith("http") for url in urls):
+        return {}
+    tables = []
+    for number, url in enumerate(urls):
+        port = engine_fleet.events_port(shape, number)
+        places = {"events_endpoint": f"tcp://127.0.0.1:{port}", "replay_endpoint": f"tcp://127.0.0.1:{port + 5}"}
+        tables.append({"url": url, **places})
+    return {"PREBLE_SERVERS": json.dumps(tables)}
 
 
 def peer_version(python: Path, name: str) -> str:
@@ -229,7 +243,11 @@ class EngineFleet:
 
 
 async def emptied(engine: str, urls: Sequence[str]) -> None:
-    """Empty the caches of idle servers. Raises RuntimeError if one refuses for a minute."""
+    """Empty the caches of idle servers. Raises RuntimeError if one refuses for a minute.
+
+    vLLM publishes that its cache was emptied with its next iteration only: who replays its events before that finds all
+    that was cached in the run before. So each is asked for one token.
+    """
     path = "flush_cache" if engine == "sglang" else "reset_prefix_cache"
     async with aiohttp.ClientSession() as session:
         for url in urls:
@@ -240,6 +258,10 @@ async def emptied(engine: str, urls: Sequence[str]) -> None:
                 await asyncio.sleep(0.1)
             else:
                 raise RuntimeError(f"{url}/{path} is still refused after {FLUSH_TRIES // 10} s")
+            if engine == "vllm":
+                body = {"model": "model", "prompt": "empty", "max_tokens": 1}
+                async with session.post(f"{url}/v1/completions", json=body, raise_for_status=True) as response:
+                    await response.read()
 
 
 # --- the ways to ask --------------------------------------------------------------------------------------------------
@@ -333,7 +355,7 @@ async def asked(
             url = await stack.enter_async_context(engine_fleet.gateway_of(command, urls, fleet.shape.base_port))
             yield lambda request: send(url, request)
         elif arm.startswith("preble") or arm == "lru workers":
-            url = await stack.enter_async_context(served(urls, fleet.shape, session, decisions))
+            url = await stack.enter_async_context(served(urls, fleet, session, decisions))
             yield lambda request: send(url, request)
         elif arm == "round robin":
             yield lambda request: send(urls[next(turns) % len(urls)], request)
@@ -347,14 +369,15 @@ async def asked(
 
 @contextlib.asynccontextmanager
 async def served(
-    addresses: Sequence[str], shape: engine_fleet.Shape, session: aiohttp.ClientSession, decisions: Path | None
+    addresses: Sequence[str], fleet: EngineFleet, session: aiohttp.ClientSession, decisions: Path | None
 ) -> AsyncIterator[str]:
     """Start `preble serve` before the engines; yields its URL once it has found each of them. With `decisions` every
     decision is recorded, and what is kept of them is put there in the end."""
-    command = serve_command(addresses, shape, ("--record-share", "1") if decisions else ())
-    variables = {**engine_fleet.OFFLINE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    named = servers_variable(fleet.engine, fleet.shape, addresses)
+    command = serve_command([] if named else addresses, fleet.shape, ("--record-share", "1") if decisions else ())
+    variables = {**engine_fleet.OFFLINE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **named}
     with engine_fleet.started("preble-serve", command, None, variables) as (process, log):
-        url = f"http://127.0.0.1:{shape.base_port + 50}"
+        url = f"http://127.0.0.1:{fleet.shape.base_port + 50}"
         await engine_fleet.until_answers(process, log, f"{url}/ready", READY_SECONDS)
         yield url
         if decisions:

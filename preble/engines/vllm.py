@@ -62,6 +62,7 @@ class VllmBackend(Backend):
             # vLLM counts up ports, not file names; with port 0 each rank takes a free one of this address.
             os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
             events = {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
+        self._events = EventSource(events["endpoint"], events["replay_endpoint"], TOPIC)
         publisher = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", topic=TOPIC, **events)
         settings = {
             "enable_prefix_caching": True,
@@ -84,6 +85,8 @@ class VllmBackend(Backend):
         except (RuntimeError, ValueError, OSError, AssertionError) as error:
             raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
         config = self._engine.vllm_config
+        if config.parallel_config.data_parallel_size > 1 and not hasattr(self._engine, "get_kv_event_sources"):
+            raise EngineError("this vLLM does not report where its ranks publish cache events: give it one rank")
         model, ranks = config.model_config, int(config.parallel_config.data_parallel_size)
         block_size = int(config.cache_config.block_size)
         # One block of each rank stands for nothing.
@@ -130,9 +133,14 @@ class VllmBackend(Backend):
         return Listener
 
     async def feed(self, sink: EventSink) -> None:
+        await listen(self._event_sources(), sink)
+
+    def _event_sources(self) -> list[EventSource]:
+        """Where each rank publishes cache events. An older vLLM names no places: its one rank is where it was put."""
+        if not hasattr(self._engine, "get_kv_event_sources"):
+            return [self._events]
         sources = self._engine.get_kv_event_sources()
-        ends = [EventSource(sources[r].endpoint, sources[r].replay_endpoint or "", TOPIC) for r in sorted(sources)]
-        await listen(ends, sink)
+        return [EventSource(sources[r].endpoint, sources[r].replay_endpoint or "", TOPIC) for r in sorted(sources)]
 
     async def stream(self, job: EngineJob) -> AsyncIterator[StreamPart]:
         from vllm import SamplingParams

@@ -92,7 +92,8 @@ def logs_between(prior: CostModel, published: CostModel) -> Logs:
 def logs_of_served(prior: CostModel, served: ServedWork) -> Logs:
     """The factors under which a prior takes as long for what a worker has served as the worker says that it took.
     Decodes say how long short iterations are and what they take over contexts; what is left of a prefill, at least a
-    quarter, is its tokens. Of short prompts next to nothing is left: what more tokens take changes as the whole did."""
+    quarter, is its tokens. Of short prompts, or where nearly all of each was cached, next to nothing is left, and much
+    of that is others' prefills in the same iterations: what more tokens take changes as decodes did."""
     missed, context = max(round(served.missed_tokens), 1), max(round(served.prompt_tokens), 1)
     found: dict[str, Any] = prior.coefficients()
     expected = prior.prefill_time(missed, context)
@@ -102,6 +103,8 @@ def logs_of_served(prior: CostModel, served: ServedWork) -> Logs:
     if short < 0.75 * expected:
         left = max(served.prefill_seconds - decode * short, 0.25 * served.prefill_seconds)
         prefill = left / (expected - short)
+    elif served.token_seconds is not None:
+        prefill = decode
     decode, prefill = (min(max(factor, 1.0 / FACTOR_MAX), FACTOR_MAX) for factor in (decode, prefill))
     return rounded((math.log(decode), math.log(prefill), math.log(decode), math.log(prefill)))
 

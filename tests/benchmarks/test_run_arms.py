@@ -393,10 +393,50 @@ async def test_the_least_loaded_server_is_the_one_with_the_fewest_requests() -> 
 def test_a_gateway_of_ours_is_started_before_the_engines_as_others_are() -> None:
     shape = engine_fleet.Shape(Path("model"), "cpu", 2, 22_000, 8, 24_000)
     command = arm_fleet.serve_command(["http://a:1", "http://b:2"], shape)
-    assert command[1:7] == ["-m", "preble.cli", "serve", "--workers", "http://a:1", "http://b:2"]
+    assert command[1:4] == ["-m", "preble.cli", "serve"]
+    assert command[command.index("--workers") + 1 :][:2] == ["http://a:1", "http://b:2"]
     assert command[command.index("--min-workers") + 1] == "2" and command[command.index("--port") + 1] == "24050"
-    config = ["--workers", "http://a:1", "http://b:2", "--tokenizer", "model"]
-    assert command[4:9] == config and "--record-share" not in command
+    assert command[command.index("--tokenizer") + 1] == "model" and "--record-share" not in command
+    named = arm_fleet.serve_command([], shape)
+    assert "--workers" not in named and named[named.index("--min-workers") + 1] == "2"
+
+
+def test_a_gateway_of_ours_is_named_where_vllm_publishes_its_events() -> None:
+    shape = engine_fleet.Shape(Path("model"), "cpu", 2, 22_000, 8, 24_000)
+    tables = json.loads(arm_fleet.servers_variable("vllm", shape, ["http://a:1", "http://b:2"])["PREBLE_SERVERS"])
+    assert [one["url"] for one in tables] == ["http://a:1", "http://b:2"]
+    for number, one in enumerate(tables):
+        published = json.loads(
+            said_after(arm_fleet.server_command("vllm", Path("p"), shape, number), "kv-events-config")
+        )
+        assert one["events_endpoint"].rpartition(":")[2] == published["endpoint"].rpartition(":")[2]
+        assert one["replay_endpoint"].rpartition(":")[2] == published["replay_endpoint"].rpartition(":")[2]
+    assert arm_fleet.servers_variable("sglang", shape, ["http://a:1"]) == {}, "these report it themselves"
+    assert arm_fleet.servers_variable("vllm", shape, ["tcp://a:1"]) == {}, "workers, too"
+
+
+def said_after(command: list[str], name: str) -> str:
+    return command[command.index(f"--{name}") + 1]
+
+
+@asynchronous
+async def test_a_vllm_that_was_emptied_is_asked_for_a_token_so_that_it_publishes_that() -> None:
+    asked = []
+
+    async def note(request: web.Request) -> web.Response:
+        asked.append((request.path, (await request.json())["max_tokens"] if request.can_read_body else None))
+        return web.json_response({})
+
+    app = web.Application()
+    app.add_routes([web.post("/reset_prefix_cache", note), web.post("/v1/completions", note)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await arm_fleet.emptied("vllm", [f"http://127.0.0.1:{runner.addresses[0][1]}"])
+    finally:
+        await runner.cleanup()
+    assert asked == [("/reset_prefix_cache", None), ("/v1/completions", 1)]
 
 
 def test_a_warm_up_caches_nothing_of_what_a_run_asks() -> None:
@@ -514,6 +554,10 @@ def test_servers_that_share_a_card_are_given_their_room_and_draw_their_weights(t
     assert said(card, "--dtype") == "bfloat16" and said(cpu, "--dtype") == "float32"
     assert said(card, "--num-gpu-blocks-override") == "688" and said(card, "--block-size") == "16"
     assert "--kv-cache-memory-bytes" in card and "--kv-cache-memory-bytes" not in cpu
+    worker = arm_fleet.worker_command(
+        "vllm", Path("python"), engine_fleet.Shape(tmp_path, "cuda", 4, 11_000, 8, 24_000), 1
+    )
+    assert "load_format=dummy" in worker, "as servers draw theirs"
 
 
 @asynchronous
