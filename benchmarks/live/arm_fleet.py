@@ -198,6 +198,11 @@ class EngineFleet:
         self._groups[kind].signal(signal.SIGCONT)
         return self._groups[kind]
 
+    def cores(self) -> list[int]:
+        """Those that engines compute on; none where they share a GPU."""
+        numbers = range(self.shape.engines)
+        return sorted({core for number in numbers if (core := engine_fleet.core_of(self.shape, number)) is not None})
+
     def begins_anew(self, kind: str) -> bool:
         """Whether a group must be started anew to have empty caches."""
         return kind != "servers" or self.engine == "torch"

@@ -47,6 +47,7 @@ from benchmarks.common.tables import rounded
 from benchmarks.live import arm_fleet, arm_noise, arm_plot, arm_report, engine_fleet
 from benchmarks.live.arm_traffic import TRAFFICS, Session, Sources, TextRequest, make_sessions
 from benchmarks.live.engine_load import Ask, Outcome, outcome_of
+from benchmarks.live.pace import Pace
 from benchmarks.live.run_engines import stdlib_files
 from preble.engines.torch.tiny_models import SPECS, make_tiny_model
 
@@ -236,13 +237,16 @@ class Bench:
         decisions = self.args.decisions / f"{name}.jsonl" if name and self.args.decisions else None
         if decisions is not None:
             decisions.parent.mkdir(parents=True, exist_ok=True)
-        async with arm_fleet.asked(arm, self.fleet, self.args.peers, self.args.output_tokens, decisions) as ask:
-            load, first = os.getloadavg()[0], arm_noise.now()
-            try:
-                outcomes = await send_all(ask, sessions, self.args.output_tokens, late_seconds)
-            except Late:
-                outcomes = None
-            return outcomes, arm_noise.between(first, arm_noise.now(), load)
+        with contextlib.ExitStack() as stack:
+            async with arm_fleet.asked(arm, self.fleet, self.args.peers, self.args.output_tokens, decisions) as ask:
+                pace = Pace(self.fleet.cores(), stack)
+                load, first = os.getloadavg()[0], arm_noise.now()
+                try:
+                    outcomes = await send_all(ask, sessions, self.args.output_tokens, late_seconds)
+                except Late:
+                    outcomes = None
+                last = arm_noise.now()
+                return outcomes, {**arm_noise.between(first, last, load), **pace.stop()}
 
     async def _warm_up(self, arm: str) -> None:
         """What an engine loads at its first request is no part of any arm; new workers have none of a run's documents
@@ -303,8 +307,15 @@ class Bench:
         assert outcomes is not None, "nothing is late in a run"
         found = {"kind": "run", **vars(cell), "rps": cell.load * rps, **summary(outcomes)}
         found["run_seconds"] = time.perf_counter() - began
-        self.keep({**found, **quiet, "noisy": arm_noise.is_noisy(quiet)})
+        noisy = arm_noise.is_noisy(quiet, [one for one in self.kept if of_one_repetition(one, found)])
+        self.keep({**found, **quiet, "noisy": noisy})
         return self.kept[-1]
+
+
+def of_one_repetition(kept: Found, run: Found) -> bool:
+    """Whether a kept run is a quiet one of the run's own repetition."""
+    names = ("engine", "traffic", "load", "repetition")
+    return kept["kind"] == "run" and not kept["noisy"] and all(kept[name] == run[name] for name in names)
 
 
 def of_other_text(session: Session, word: str) -> Session:
@@ -336,7 +347,9 @@ def line(run: Found) -> str:
     if "mean_ttft_seconds" not in run:
         return f"{where} all {run['failed']} requests failed: {run['failures']}"
     times = f"TTFT {run['mean_ttft_seconds']:.3f} / {run['p99_ttft_seconds']:.3f} s"
-    noise = f"stolen {run['stolen_share']:.3f}, others {run['others_share']:.3f}{' NOISY' if run['noisy'] else ''}"
+    noise = f"stolen {run['stolen_share']:.3f}, others {run['others_share']:.3f}"
+    noise += f", a product {1e3 * run['product_seconds']:.2f} ms" if "product_seconds" in run else ""
+    noise += " NOISY" if run["noisy"] else ""
     return f"{where} {times}, hits {run['hit_fraction']:.3f}, failed {run['failed']}, {noise}"
 
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from aiohttp import ClientSession, web
 
-from benchmarks.live import arm_fleet, arm_noise, arm_plot, arm_report, arm_traffic, engine_fleet, run_arms
+from benchmarks.live import arm_fleet, arm_noise, arm_plot, arm_report, arm_traffic, engine_fleet, pace, run_arms
 from benchmarks.live.engine_load import Outcome, Progress, Request
 from tests.support.transport import asynchronous
 
@@ -659,3 +660,45 @@ def test_the_page_is_put_between_its_marks(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs the markers"):
         arm_report.write_docs([], file=file)
     assert all(arm_report.BEGIN in page.read_text() for page in arm_report.PAGES.values())
+
+
+# --- how fast the machine was -----------------------------------------------------------------------------------------
+
+
+def test_a_run_on_a_slower_machine_than_the_repetition_s_others_is_noisy() -> None:
+    others = [{"product_seconds": seconds} for seconds in (0.0020, 0.0021, 0.0019)]
+    assert not arm_noise.is_noisy({**QUIET, "product_seconds": 0.0021}, others)
+    assert arm_noise.is_noisy({**QUIET, "product_seconds": 0.0024}, others), "slower"
+    assert arm_noise.is_noisy({**QUIET, "product_seconds": 0.0016}, others), "faster"
+    assert not arm_noise.is_noisy({**QUIET, "product_seconds": 0.9}), "the first of a repetition"
+    assert not arm_noise.is_noisy({**QUIET, "product_seconds": 0.9}, [QUIET]), "older runs do not say"
+    assert not arm_noise.is_noisy(QUIET, others)
+
+
+@asynchronous
+async def test_a_run_is_held_against_quiet_runs_of_its_own_repetition_only(
+    tmp_path: Path, sources: arm_traffic.Sources
+) -> None:
+    chosen = arguments(tmp_path, "--arms", "smg", "partition", "--repetitions", "2")
+    await ScriptedBench(chosen, sources).find_saturation("documents")
+    quick, slow = {**QUIET, "product_seconds": 0.002}, {**QUIET, "product_seconds": 0.004}
+    bench = ScriptedBench(chosen, sources, [quick, slow, quick, slow, slow])
+    await run_arms.measure_traffic(bench, "documents", 0.5)
+    kept = [one for one in run_arms.read_lines(chosen.json) if one["kind"] == "run"]
+    assert [(one["repetition"], one["noisy"]) for one in kept] == [
+        (1, False), (1, True), (1, False), (2, False), (2, False),
+    ]  # fmt: skip
+
+
+def test_the_pace_of_a_core_is_measured_until_it_is_stopped() -> None:
+    core = min(os.sched_getaffinity(0))
+    with contextlib.ExitStack() as stack:
+        measured = pace.Pace([core], stack)
+        process = measured._processes[0]
+        assert process.stdout is not None
+        read = [process.stdout.readline() for _ in range(pace.WARM_UP + 1)]
+        found = measured.stop()
+        assert process.returncode is not None
+        assert float(read[-1]) > 0.0 and all(seconds > 0.0 for seconds in found.values())
+    with contextlib.ExitStack() as stack:
+        assert pace.Pace([], stack).stop() == {}, "engines on a GPU"
