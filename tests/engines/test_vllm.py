@@ -24,7 +24,7 @@ def backend_of(engine: Any) -> VllmBackend:
 
 
 def test_a_vllm_that_names_no_event_sources_publishes_where_it_was_told_to() -> None:
-    """0.20.2 has no `get_kv_event_sources`: a worker with it ended as soon as it had started."""
+    """0.20.2 has no `get_kv_event_sources`, which a worker asked for."""
     assert backend_of(SimpleNamespace())._event_sources() == [GIVEN]
 
 
