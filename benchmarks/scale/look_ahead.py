@@ -160,15 +160,28 @@ class Engine:
         return begins
 
 
+@dataclass(frozen=True)
+class Case:
+    """One row."""
+
+    kind: Kind
+    traffic: Traffic
+    load: float
+    workers: int = 2
+    place: str = "partition"
+    costs: float = 1.0
+    learned_seconds: float = math.inf  # when costs are known
+
+
 class Run:
     """Requests, queues and engines in one order of events."""
 
-    def __init__(self, kind: Kind, workers: int, seconds: float | None, costs: float, place: str) -> None:
-        self._kind, self._costs, self._place = kind, costs, place
+    def __init__(self, case: Case, seconds: float | None) -> None:
+        self._case, self._kind, self._place, workers = case, case.kind, case.place, case.workers
         self.clock = ManualClock()
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._serial = itertools.count()
-        self._engines = [Engine(kind) for _ in range(workers)]
+        self._engines = [Engine(case.kind) for _ in range(workers)]
         self._idle = [True] * workers
         self._live = [0] * workers
         self._queues = [ServerQueue(seconds, self.clock, self._later) for _ in range(workers)]
@@ -210,7 +223,8 @@ class Run:
         cached = one.prefix if one.document in known else 0
         if one.document >= 0:
             known.add(one.document)
-        expected = self._costs * self._kind.prefill(one.prefix + one.question - cached, cached)
+        costs = self._case.costs if self.clock() < self._case.learned_seconds else 1.0
+        expected = costs * self._kind.prefill(one.prefix + one.question - cached, cached)
         prompt = np.full(one.prefix + one.question, one.document, np.int32)
         prompt[one.prefix :] = one.number + 1_000_000
         name, engine = str(one.number), self._engines[one.worker]
@@ -235,7 +249,7 @@ class Run:
             self._idle[worker] = True
             for one in first:
                 one.first = self.clock()
-                self._at(HOP_SECONDS, lambda one=one: self._queues[worker].leave(str(one.number)))
+                self._at(HOP_SECONDS, lambda one=one: self._queues[worker].leave(str(one.number), has_begun=True))
             for one in ended:
                 one.ended = self.clock()
                 self._live[worker] -= 1
@@ -247,22 +261,10 @@ class Run:
 def measured(case: Case, seconds: float | None, seed: int) -> tuple[float, float, float]:
     """Mean and p99 of TTFT, and mean latency."""
     asked = drawn(case.traffic, case.kind, case.load, case.workers, seed)
-    Run(case.kind, case.workers, seconds, case.costs, case.place).serve(asked)
+    Run(case, seconds).serve(asked)
     waits = np.array([one.first - one.arrived for one in asked])
     latencies = np.array([one.ended - one.arrived for one in asked])
     return float(waits.mean()), float(np.percentile(waits, 99)), float(latencies.mean())
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row."""
-
-    kind: Kind
-    traffic: Traffic
-    load: float
-    workers: int = 2
-    place: str = "partition"
-    costs: float = 1.0
 
 
 def cases() -> list[Case]:
@@ -270,10 +272,12 @@ def cases() -> list[Case]:
     found = [Case(CPU, LIVE, load) for load in (0.3, 0.6, 0.8, 1.1)]
     found += [replace(found[1], place=place) for place in ("round robin", "least load")]
     found += [replace(found[1], costs=costs) for costs in (0.1, 10.0)] + [replace(found[1], workers=8)]
+    found += [replace(one, costs=0.15, learned_seconds=8.0) for one in found[1:3]]
     for kind in (GPU, MIXED):
         found += [Case(kind, LONG, load) for load in (0.3, 0.6, 0.8, 1.1)]
         found += [Case(kind, LONG, 0.6, place=place) for place in ("round robin", "least load")]
         found += [Case(kind, LONG, 0.6, costs=costs) for costs in (0.1, 10.0)]
+        found += [Case(kind, LONG, 0.6, costs=0.15, learned_seconds=8.0)]
         found += [Case(kind, SHORT, load, place="least load") for load in (0.5, 2.0)]
         found += [Case(kind, SHORT, 2.0, place="least load", costs=10.0)]
     return found
@@ -284,7 +288,8 @@ def row(case: Case, seeds: int) -> list[str]:
     pairs = [(measured(case, None, seed), measured(case, LOOK_AHEAD_SECONDS, seed)) for seed in range(seeds)]
     before, after = (np.array(side) for side in zip(*pairs, strict=True))
     ratios = np.exp(np.log(after / before).mean(axis=0))
-    where = [case.kind.name, case.traffic.name, f"{case.load:g}", str(case.workers), case.place, f"{case.costs:g}"]
+    costs = f"{case.costs:g}" + (f" for {case.learned_seconds:g} s" if math.isfinite(case.learned_seconds) else "")
+    where = [case.kind.name, case.traffic.name, f"{case.load:g}", str(case.workers), case.place, costs]
     return [*where, f"{before[:, 0].mean():.3f}", *(f"{ratio:.2f}" for ratio in ratios)]
 
 

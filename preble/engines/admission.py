@@ -199,6 +199,7 @@ class Admission:
     def started(self, request_id: str, cached_tokens: int | None) -> None:
         """The engine has sent the first output of a request."""
         if request_id in self._silent:
+            self._ahead.begin(request_id, self._clock())
             self._leave_silence(request_id)
             self.scheduler.first_token(request_id, cached_tokens=cached_tokens)
 

@@ -348,7 +348,7 @@ class Fleet:
         """The first token of a request has come."""
         worker = self._by_id.get(worker_id)
         if worker is not None:
-            worker.queue.leave(wire_id)
+            worker.queue.leave(wire_id, has_begun=True)
 
     def expect(self, worker_id: str, wire_id: str, seconds: float) -> None:
         """A request was given to a worker, by that name, whose prefill is expected to take so long: a server is judged

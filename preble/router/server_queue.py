@@ -3,8 +3,9 @@ until when; sends nothing, has no clock of its own.
 
     placed  ->  waiting, by rank  ->  sent, no first token yet (`look_ahead`)  ->  begun
 
-  1. The rank of a request is its arrival and the seconds of its prefill: what is cached goes before what is not, and
-     a request waits for those only that come so much later. Batch work is `BATCH_PATIENCE` seconds behind.
+  1. The rank of a request is its arrival and the seconds of its prefill, at the pace that prefills have there: what is
+     cached goes before what is not, and a request waits for those only that come so much later. Batch work is
+     `BATCH_PATIENCE` seconds behind.
   2. A request that goes on from tokens which another one, that has not begun, is to compute follows that one: together
      in one batch both would compute them.
 
@@ -26,6 +27,7 @@ from ..clock import Clock
 from ..transport.look_ahead import LookAhead, goes_on_from
 
 BATCH_PATIENCE = 30.0
+PACE_STEP = 1.25  # times: by so much the pace changes before those that wait are put in order anew
 FOLLOWED_MAX = 64  # requests that have not begun, the newest, among which the one is looked for that another follows
 
 
@@ -36,6 +38,7 @@ class Timer(Protocol):
         """It is not to come any more."""
 
 
+Rank = tuple[float, int]
 Later = Callable[[float, Callable[[], object]], Timer]
 
 
@@ -57,10 +60,9 @@ class QueuedRequest:
     follows: QueuedRequest | None = None
     has_begun: bool = False
 
-    @property
-    def rank(self) -> tuple[float, int]:
-        """The order among those that wait."""
-        return self.arrived + self.seconds + (BATCH_PATIENCE if self.is_batch else 0.0), self.number
+    def rank(self, pace: float) -> Rank:
+        """The order among those that wait, where prefills take so many times what is expected."""
+        return self.arrived + pace * self.seconds + (BATCH_PATIENCE if self.is_batch else 0.0), self.number
 
     @property
     def may_go(self) -> bool:
@@ -76,7 +78,8 @@ class ServerQueue:
         self._ahead = LookAhead(math.inf if seconds is None else seconds)
         self._clock = clock
         self._later = later
-        self._waiting: list[tuple[tuple[float, int], QueuedRequest]] = []
+        self._waiting: list[tuple[Rank, QueuedRequest]] = []
+        self._pace = 1.0  # at which those that wait are in order
         self._unbegun: dict[str, QueuedRequest] = {}  # waiting or sent, the oldest first
         self._numbers = 0
         self._timer: Timer | None = None
@@ -97,18 +100,18 @@ class ServerQueue:
         self._numbers += 1
         request.follows = self._followed_by(request)
         self._unbegun[request.name] = request
-        insort(self._waiting, (request.rank, request), key=_rank)
+        insort(self._waiting, (request.rank(self._pace), request), key=_rank)
         self._pump()
 
-    def leave(self, name: str) -> bool:
-        """Its first token has come, or it is over; True if it waited. Of others, nothing."""
+    def leave(self, name: str, *, has_begun: bool = False) -> bool:
+        """Its first token has come (`has_begun`), or it is over; True if it waited. Of others, nothing."""
+        was_sent = self._ahead.begin(name, self._clock()) if has_begun else self._ahead.remove(name)
         request = self._unbegun.pop(name, None)
-        if request is None:
-            return False
-        request.has_begun = True
-        waited = not self._ahead.remove(name)
-        if waited:
-            del self._waiting[bisect_left(self._waiting, request.rank, key=_rank)]
+        waited = request is not None and not was_sent
+        if request is not None:
+            request.has_begun = True
+            if waited:
+                del self._waiting[bisect_left(self._waiting, request.rank(self._pace), key=_rank)]
         self._pump()
         return waited
 
@@ -117,11 +120,19 @@ class ServerQueue:
         now = self._clock()
         for name in self._ahead.expire(now):
             self._unbegun.pop(name).has_begun = True
+        self._keep_order()
         while (place := self._next_place()) is not None:
             _, request = self._waiting.pop(place)
             self._ahead.add(request.name, request.seconds, now, is_streamed=request.is_streamed)
             request.go()
         self._set_timer(self._ahead.expires_at if self._waiting else math.inf, now)
+
+    def _keep_order(self) -> None:
+        """Rank those that wait anew, where the pace has changed. O(n log n) then."""
+        pace = self._ahead.pace
+        if max(pace / self._pace, self._pace / pace) >= PACE_STEP:
+            self._pace = pace
+            self._waiting = sorted(((one.rank(pace), one) for _, one in self._waiting), key=_rank)
 
     def _next_place(self) -> int | None:
         """Of the first in the order that need not wait for another, if there is room for it."""
@@ -158,10 +169,12 @@ class ServerQueue:
         assert set(self._unbegun) == {*names, *self._unbegun} and len(set(names)) == len(names), "one waits twice"
         sent = set(self._unbegun) - set(names)
         assert all(name in self._ahead for name in sent) and len(sent) == len(self._ahead), "a request is nowhere"
-        assert self._waiting == sorted(self._waiting, key=_rank), "those that wait are not in order"
+        assert [rank for rank, _ in self._waiting] == sorted(one.rank(self._pace) for _, one in self._waiting), (
+            "no order"
+        )
         assert not any(one.has_begun for one in self._unbegun.values()), "what has begun is still here"
         assert self._next_place() is None, "there is room, and somebody waits"
 
 
-def _rank(entry: tuple[tuple[float, int], QueuedRequest]) -> tuple[float, int]:
+def _rank(entry: tuple[Rank, QueuedRequest]) -> Rank:
     return entry[0]

@@ -7,9 +7,15 @@ those that it has not begun as much as it prefills in `seconds`, so that it need
 
     sent, no first token yet     [ the longest ][ the others, and the next one: at most `seconds` ]
 
+What a prefill was expected to take is held against what it took: while there is anything that was sent and has not
+begun, the engine works on that, so the time between two first tokens is that of the prefills that have begun. `pace`
+says how many times as long as expected they took, of the last seconds; room and patience are reckoned by it. For before
+anything has been learned an engine may be ten times as slow as was thought, and then most prompts are cold.
+
 A request that does not begin counts until `OVERDUE_TIMES` what all of them were expected to take, `OVERDUE_SECONDS` at
 least: what delays it (a picture is fetched, a grammar compiled) does not keep the engine busy. One that is not streamed
-shows no first token; it counts for as long as expected.
+shows no first token; it counts for as long as expected. When one that was overdue begins, the pace is measured all the
+same, as at most `PACE_MAX`: a slow engine's first requests are overdue all.
 """
 
 from __future__ import annotations
@@ -26,6 +32,9 @@ Int32Array = npt.NDArray[np.int32]
 LOOK_AHEAD_SECONDS = 1.0
 OVERDUE_TIMES = 4.0
 OVERDUE_SECONDS = 1.0
+PACE_SECONDS = 4.0  # of work, in which what was measured of the pace counts half
+PACE_PRIOR_SECONDS = 0.1  # of work as expected, which stand beside what was measured
+PACE_MAX = 32.0
 
 
 class _SentRequest(NamedTuple):
@@ -44,7 +53,10 @@ class LookAhead:
         self.requests = requests
         self._lanes = lanes
         self._sent: dict[str, _SentRequest] = {}
+        self._overdue: dict[str, float] = {}  # sent, not begun, and counted no more: what was expected
         self._total_seconds = 0.0
+        self._worked_seconds = self._expected_seconds = PACE_PRIOR_SECONDS
+        self._worked_until = -math.inf  # what was sent and had not begun has been measured until then
 
     def __len__(self) -> int:
         """Requests that were sent and not begun, as far as they count."""
@@ -59,31 +71,54 @@ class LookAhead:
         if len(self._sent) < self.requests * lanes:
             return True
         longest = math.fsum(heapq.nlargest(lanes, (one.seconds for one in self._sent.values())))
-        return self._total_seconds - longest + seconds <= self.seconds * lanes
+        return self.pace * (self._total_seconds - longest + seconds) <= self.seconds * lanes
+
+    @property
+    def pace(self) -> float:
+        """What prefills take, over what they were expected to take; 1 before any was seen."""
+        return min(max(self._worked_seconds / self._expected_seconds, 1.0 / PACE_MAX), PACE_MAX)
 
     def add(self, name: str, seconds: float, now: float, *, is_streamed: bool = True) -> None:
         """A request is sent; its prefill is expected to take so long."""
-        assert name not in self._sent, f"{name!r} was sent"
+        assert name not in self._sent and name not in self._overdue, f"{name!r} was sent"
+        if not self._sent and not self._overdue:
+            self._worked_until = now
         self._total_seconds += seconds
-        patience = self._total_seconds
+        patience = self.pace * self._total_seconds
         if is_streamed:
             patience = max(OVERDUE_TIMES * patience, OVERDUE_SECONDS)
         self._sent[name] = _SentRequest(seconds, now + patience)
 
+    def begin(self, name: str, now: float) -> bool:
+        """Its first token has come; False if it does not count."""
+        expected = self._sent[name].seconds if name in self._sent else self._overdue.get(name)
+        if expected is None:
+            return False
+        worked = min(len(self._sent) + len(self._overdue), self._lanes) * max(now - self._worked_until, 0.0)
+        most = PACE_MAX * (self._total_seconds + math.fsum(self._overdue.values()))
+        self._worked_seconds += min(worked, most)
+        self._expected_seconds += expected
+        self._worked_until = now
+        if self._worked_seconds > PACE_SECONDS:
+            self._worked_seconds, self._expected_seconds = self._worked_seconds / 2.0, self._expected_seconds / 2.0
+        return self.remove(name)
+
     def remove(self, name: str) -> bool:
-        """It has begun, or is over; False if it does not count."""
+        """It is over; False if it does not count."""
         sent = self._sent.pop(name, None)
         if sent is None:
+            self._overdue.pop(name, None)
             return False
         self._total_seconds = self._total_seconds - sent.seconds if self._sent else 0.0
         return True
 
     def expire(self, now: float) -> list[str]:
         """Those that should have begun do not count any more."""
-        found = [name for name, one in self._sent.items() if one.until <= now]
+        found = {name: one.seconds for name, one in self._sent.items() if one.until <= now}
         for name in found:
             self.remove(name)
-        return found
+        self._overdue.update(found)
+        return list(found)
 
     @property
     def expires_at(self) -> float:
@@ -94,6 +129,7 @@ class LookAhead:
         """Assert that the sum is that of those that were sent."""
         total = math.fsum(one.seconds for one in self._sent.values())
         assert math.isclose(total, self._total_seconds, rel_tol=1e-9, abs_tol=1e-6), "the seconds sent are off"
+        assert not self._sent.keys() & self._overdue.keys(), "one counts, and does not"
 
 
 def goes_on_from(token_ids: Int32Array, cached_tokens: int, others_ids: Int32Array, others_cached: int) -> bool:

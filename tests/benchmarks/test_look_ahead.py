@@ -20,7 +20,7 @@ def asked(number: int, document: int = 0, prefix: int = 100, output: int = 2) ->
 @pytest.mark.parametrize("seconds", [None, 1.0])
 def test_every_request_is_answered_after_it_began_after_it_came(kind: Kind, seconds: float | None) -> None:
     requests = drawn(SMALL, kind, 0.8, 2, seed=3)
-    Run(kind, 2, seconds, 1.0, "partition").serve(requests)
+    Run(Case(kind, SMALL, 0.8), seconds).serve(requests)
     assert requests and all(one.arrived < one.first < one.ended < math.inf for one in requests)
 
 

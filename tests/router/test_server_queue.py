@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from preble import ManualClock
-from preble.router.server_queue import BATCH_PATIENCE, QueuedRequest, ServerQueue
-from preble.transport.look_ahead import OVERDUE_SECONDS, OVERDUE_TIMES, LookAhead
+from preble.router.server_queue import BATCH_PATIENCE, PACE_STEP, QueuedRequest, ServerQueue
+from preble.transport.look_ahead import (
+    OVERDUE_SECONDS,
+    OVERDUE_TIMES,
+    PACE_MAX,
+    PACE_PRIOR_SECONDS,
+    PACE_SECONDS,
+    LookAhead,
+)
 
 AHEAD_SECONDS = 0.25
 
@@ -75,8 +82,8 @@ class Door:
         )
         self.queue.check()
 
-    def leave(self, name: str) -> bool:
-        waited = self.queue.leave(name)
+    def leave(self, name: str, *, has_begun: bool = False) -> bool:
+        waited = self.queue.leave(name, has_begun=has_begun)
         self.queue.check()
         return waited
 
@@ -185,6 +192,91 @@ def test_one_whose_first_token_nobody_sees_counts_as_long_as_expected() -> None:
     assert door.sent == ["whole", "next"]
 
 
+def test_an_engine_that_is_slower_than_thought_is_sent_less_from_its_first_token_on() -> None:
+    """Live, 14 cold prompts were thought to take 0.2 s each and took 1.3: for the eight seconds until the cost model
+    knew, all of them were sent at once, and nobody with a cached prompt overtook them."""
+    door = Door()
+    for name in "abcdef":
+        door.enter(name, 0.05)
+    assert door.sent == list("abcdef"), "as much as fits, were it so fast"
+    door.timers.pass_by(3.0)
+    for name in "abcdef":
+        door.leave(name, has_begun=True)
+    for name in "ghi":
+        door.enter(name, 0.05)
+    assert door.sent == list("abcdefg")
+
+
+def test_an_engine_that_is_faster_than_thought_is_sent_more() -> None:
+    door = Door()
+    for name in "abcd":
+        door.enter(name, 1.0)
+    assert door.sent == ["a"]
+    for name in "ab":
+        door.timers.pass_by(0.05)
+        door.leave(name, has_begun=True)
+    assert door.sent == ["a", "b", "c", "d"]
+
+
+def test_those_that_wait_are_put_in_order_anew_when_the_pace_is_known() -> None:
+    door = Door()
+    door.enter("first", 0.3)
+    door.enter("beside", 0.2)
+    door.enter("cold", 0.3)
+    door.timers.pass_by(0.5)
+    door.enter("cached", 0.01)
+    assert door.sent == ["first", "beside"]
+    door.timers.pass_by(0.8)
+    door.leave("first", has_begun=True)
+    assert door.sent == ["first", "beside", "cached"], "what is cold would take a second"
+
+
+def test_what_is_over_without_a_token_says_nothing_of_the_pace() -> None:
+    ahead = LookAhead(0.25)
+    ahead.add("a", 0.1, 0.0)
+    ahead.remove("a")
+    assert ahead.pace == 1.0 and not ahead.begin("a", 9.0) and ahead.pace == 1.0
+
+
+def test_one_that_was_overdue_says_how_slow_the_engine_is_and_one_that_hung_says_no_more_than_the_bound() -> None:
+    ahead = LookAhead(0.25)
+    ahead.add("slow", 0.2, 0.0)
+    assert ahead.expire(1.0) == ["slow"] and len(ahead) == 0
+    assert not ahead.begin("slow", 1.3), "it does not count"
+    assert ahead.pace == pytest.approx((PACE_PRIOR_SECONDS + 1.3) / (PACE_PRIOR_SECONDS + 0.2))
+    other = LookAhead(0.25)
+    other.add("hung", 0.01, 0.0)
+    other.expire(9.0)
+    other.begin("hung", 100.0)
+    assert other.pace == pytest.approx((PACE_PRIOR_SECONDS + 0.01 * PACE_MAX) / (PACE_PRIOR_SECONDS + 0.01))
+    other.check()
+
+
+def test_the_pace_is_of_the_last_seconds_and_has_bounds() -> None:
+    ahead = LookAhead(0.25)
+    now = 0.0
+
+    def prefill(seconds: float, expected: float) -> None:
+        nonlocal now
+        ahead.add("a", expected, now)
+        now += seconds
+        assert ahead.begin("a", now)
+        now += 5.0  # nothing is there: no work
+
+    for _ in range(20):
+        prefill(1.0, 0.1)
+    assert ahead.pace == pytest.approx(10.0, rel=0.05)
+    for _ in range(20):
+        prefill(1.0, 1.0)
+    assert ahead.pace == pytest.approx(1.0, rel=0.05)
+    for _ in range(20):
+        prefill(400.0, 1.0)
+    assert ahead.pace == pytest.approx(PACE_MAX, rel=0.01)
+    for _ in range(99):
+        prefill(0.0, 100.0)
+    assert ahead.pace == 1.0 / PACE_MAX
+
+
 def test_without_a_bound_everything_goes_at_once() -> None:
     door = Door(None)
     for name in "abc":
@@ -215,39 +307,62 @@ class QueueMachine(RuleBasedStateMachine):
         super().__init__()
         self.door = Door()
         self.ahead: dict[str, tuple[float, float]] = {}  # seconds, and until when it counts
-        self.waiting: dict[str, tuple[float, int, float, bool]] = {}
+        self.overdue: dict[str, float] = {}
+        self.waiting: dict[str, tuple[float, int, float, bool, bool]] = {}  # arrival, number, seconds, streamed, batch
         self.expected: list[str] = []
         self.names = itertools.count()
+        self.worked = self.thought = PACE_PRIOR_SECONDS
+        self.since = 0.0
+        self.order_pace = 1.0
+
+    @property
+    def pace(self) -> float:
+        return min(max(self.worked / self.thought, 1 / PACE_MAX), PACE_MAX)
 
     def _pump(self) -> None:
         now = self.door.clock()
+        self.overdue |= {name: one[0] for name, one in self.ahead.items() if one[1] <= now}
         self.ahead = {name: one for name, one in self.ahead.items() if one[1] > now}
-        for name, (_, _, seconds, is_streamed) in sorted(self.waiting.items(), key=lambda item: item[1][:2]):
+        if max(self.pace / self.order_pace, self.order_pace / self.pace) >= PACE_STEP:
+            self.order_pace = self.pace
+        for name, (_, _, seconds, is_streamed, _) in sorted(self.waiting.items(), key=self._rank):
             others = [one for one, _ in self.ahead.values()]
-            if others and sum(others) - max(others) + seconds > AHEAD_SECONDS:
+            if others and self.pace * (sum(others) - max(others) + seconds) > AHEAD_SECONDS:
                 return
-            total = sum(others) + seconds
+            if not others and not self.overdue:
+                self.since = now
+            total = self.pace * (sum(others) + seconds)
             until = now + (max(OVERDUE_TIMES * total, OVERDUE_SECONDS) if is_streamed else total)
             self.ahead[name] = seconds, until
             del self.waiting[name]
             self.expected.append(name)
 
+    def _rank(self, item: tuple[str, tuple[float, int, float, bool, bool]]) -> tuple[float, int]:
+        arrived, number, seconds, _, is_batch = item[1]
+        return arrived + self.order_pace * seconds + BATCH_PATIENCE * is_batch, number
+
     @rule(eighths=st.integers(0, 32), is_batch=st.booleans(), is_streamed=st.booleans())
     def enter(self, eighths: int, is_batch: bool, is_streamed: bool) -> None:
         number, seconds = next(self.names), eighths / 32
-        rank = self.door.clock() + seconds + BATCH_PATIENCE * is_batch
-        self.waiting[str(number)] = rank, number, seconds, is_streamed
+        self.waiting[str(number)] = self.door.clock(), number, seconds, is_streamed, is_batch
         self._pump()
         self.door.enter(str(number), seconds, is_batch=is_batch, is_streamed=is_streamed)
 
-    @precondition(lambda self: self.ahead or self.waiting)
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted({*self.ahead, *self.waiting})))
+    @precondition(lambda self: self.ahead or self.waiting or self.overdue)
+    @rule(data=st.data(), has_begun=st.booleans())
+    def leave(self, data: st.DataObject, has_begun: bool) -> None:
+        name = data.draw(st.sampled_from(sorted({*self.ahead, *self.waiting, *self.overdue})))
+        most = PACE_MAX * (sum(one for one, _ in self.ahead.values()) + sum(self.overdue.values()))
         waited = self.waiting.pop(name, None) is not None
-        self.ahead.pop(name, None)
+        seconds = self.overdue.pop(name) if name in self.overdue else self.ahead.pop(name, (-1.0, 0.0))[0]
+        if seconds >= 0.0 and has_begun:
+            self.worked += min(self.door.clock() - self.since, most)
+            self.thought += seconds
+            self.since = self.door.clock()
+            if self.worked > PACE_SECONDS:
+                self.worked, self.thought = self.worked / 2, self.thought / 2
         self._pump()
-        assert self.door.leave(name) is waited
+        assert self.door.leave(name, has_begun=has_begun) is waited
 
     @rule(eighths=st.integers(1, 40))
     def pass_by(self, eighths: int) -> None:
