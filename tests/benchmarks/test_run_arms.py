@@ -690,6 +690,13 @@ async def test_a_run_is_held_against_quiet_runs_of_its_own_repetition_only(
     ]  # fmt: skip
 
 
+def test_the_page_says_how_fast_the_machine_was() -> None:
+    runs = [run_of("smg", 1, 2.0), run_of("smg", 2, 2.0)]
+    assert "matrix product" not in arm_report.page(runs)
+    runs[0]["product_seconds"] = 0.002
+    assert "a fixed matrix product took 2.00 to 2.00 ms of their cores (1 of 2 runs)" in arm_report.page(runs)
+
+
 def test_the_pace_of_a_core_is_measured_until_it_is_stopped() -> None:
     core = min(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
