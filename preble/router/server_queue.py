@@ -105,7 +105,9 @@ class ServerQueue:
 
     def leave(self, name: str, *, has_begun: bool = False) -> bool:
         """Its first token has come (`has_begun`), or it is over; True if it waited. Of others, nothing."""
-        was_sent = self._ahead.begin(name, self._clock()) if has_begun else self._ahead.remove(name)
+        now = self._clock()
+        self._expire(now)
+        was_sent = self._ahead.begin(name, now) if has_begun else self._ahead.remove(name)
         request = self._unbegun.pop(name, None)
         waited = request is not None and not was_sent
         if request is not None:
@@ -118,14 +120,18 @@ class ServerQueue:
     def _pump(self) -> None:
         """Send what can go, and come back when what was sent should have begun."""
         now = self._clock()
-        for name in self._ahead.expire(now):
-            self._unbegun.pop(name).has_begun = True
+        self._expire(now)
         self._keep_order()
         while (place := self._next_place()) is not None:
             _, request = self._waiting.pop(place)
             self._ahead.add(request.name, request.seconds, now, is_streamed=request.is_streamed)
             request.go()
         self._set_timer(self._ahead.expires_at if self._waiting else math.inf, now)
+
+    def _expire(self, now: float) -> None:
+        """Those that should have begun keep nobody waiting any more."""
+        for name in self._ahead.expire(now):
+            self._unbegun.pop(name).has_begun = True
 
     def _keep_order(self) -> None:
         """Rank those that wait anew, where the pace has changed. O(n log n) then."""

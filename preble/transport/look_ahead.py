@@ -13,9 +13,9 @@ says how many times as long as expected they took, of the last seconds; room and
 anything has been learned an engine may be ten times as slow as was thought, and then most prompts are cold.
 
 A request that does not begin counts until `OVERDUE_TIMES` what all of them were expected to take, `OVERDUE_SECONDS` at
-least: what delays it (a picture is fetched, a grammar compiled) does not keep the engine busy. One that is not streamed
-shows no first token; it counts for as long as expected. When one that was overdue begins, the pace is measured all the
-same, as at most `PACE_MAX`: a slow engine's first requests are overdue all.
+least: what delays it (a picture is fetched, a grammar compiled) does not keep the engine busy. When it begins after
+all, the pace is measured, as at most `PACE_MAX`: a slow engine's first requests are overdue all. One that is not
+streamed shows no first token; it counts for as long as expected, and says nothing of the pace.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ OVERDUE_SECONDS = 1.0
 PACE_SECONDS = 4.0  # of work, in which what was measured of the pace counts half
 PACE_PRIOR_SECONDS = 0.1  # of work as expected, which stand beside what was measured
 PACE_MAX = 32.0
+EARLY_SECONDS = 1e-9  # by so much a timer may ring before its time
 
 
 class _SentRequest(NamedTuple):
@@ -42,6 +43,7 @@ class _SentRequest(NamedTuple):
 
     seconds: float
     until: float
+    is_streamed: bool
 
 
 class LookAhead:
@@ -87,13 +89,14 @@ class LookAhead:
         patience = self.pace * self._total_seconds
         if is_streamed:
             patience = max(OVERDUE_TIMES * patience, OVERDUE_SECONDS)
-        self._sent[name] = _SentRequest(seconds, now + patience)
+        self._sent[name] = _SentRequest(seconds, now + patience, is_streamed)
 
     def begin(self, name: str, now: float) -> bool:
-        """Its first token has come; False if it does not count."""
-        expected = self._sent[name].seconds if name in self._sent else self._overdue.get(name)
-        if expected is None:
-            return False
+        """Its first token has come, or its answer where that is not streamed; False if it does not count."""
+        sent = self._sent.get(name)
+        expected = self._overdue.get(name) if sent is None else sent.seconds
+        if expected is None or (sent is not None and not sent.is_streamed):
+            return self.remove(name)
         worked = min(len(self._sent) + len(self._overdue), self._lanes) * max(now - self._worked_until, 0.0)
         most = PACE_MAX * (self._total_seconds + math.fsum(self._overdue.values()))
         self._worked_seconds += min(worked, most)
@@ -114,10 +117,13 @@ class LookAhead:
 
     def expire(self, now: float) -> list[str]:
         """Those that should have begun do not count any more."""
-        found = {name: one.seconds for name, one in self._sent.items() if one.until <= now}
-        for name in found:
+        found = {name: one for name, one in self._sent.items() if one.until <= now + EARLY_SECONDS}
+        for name, one in found.items():
             self.remove(name)
-        self._overdue.update(found)
+            if one.is_streamed:
+                self._overdue[name] = one.seconds
+            else:  # what it took is not known: neither its work is counted nor the time
+                self._worked_until = max(self._worked_until, one.until)
         return list(found)
 
     @property

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from preble import ManualClock
 from preble.router.server_queue import BATCH_PATIENCE, PACE_STEP, QueuedRequest, ServerQueue
 from preble.transport.look_ahead import (
+    EARLY_SECONDS,
     OVERDUE_SECONDS,
     OVERDUE_TIMES,
     PACE_MAX,
@@ -48,7 +49,7 @@ class Timers:
 
     def pass_by(self, seconds: float) -> None:
         self._clock.advance(seconds)
-        while due := [entry for entry in self._calls if entry[0] <= self._clock() + 1e-9]:
+        while due := [entry for entry in self._calls if entry[0] <= self._clock() + EARLY_SECONDS]:
             self._calls.remove(due[0])
             due[0][1]()
 
@@ -252,6 +253,19 @@ def test_one_that_was_overdue_says_how_slow_the_engine_is_and_one_that_hung_says
     other.check()
 
 
+def test_answers_that_are_not_streamed_say_nothing_of_the_pace() -> None:
+    ahead = LookAhead(0.25)
+    ahead.add("quick", 0.5, 0.0, is_streamed=False)
+    ahead.begin("quick", 0.4)
+    ahead.add("whole", 0.1, 1.0, is_streamed=False)
+    assert ahead.expire(2.0) == ["whole"] and not ahead.begin("whole", 9.0), "it had all of its answer by then"
+    assert ahead.pace == 1.0
+    ahead.add("streamed", 0.1, 10.0)
+    ahead.begin("streamed", 10.3)
+    assert ahead.pace == pytest.approx((PACE_PRIOR_SECONDS + 0.3) / (PACE_PRIOR_SECONDS + 0.1))
+    ahead.check()
+
+
 def test_the_pace_is_of_the_last_seconds_and_has_bounds() -> None:
     ahead = LookAhead(0.25)
     now = 0.0
@@ -306,7 +320,7 @@ class QueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.door = Door()
-        self.ahead: dict[str, tuple[float, float]] = {}  # seconds, and until when it counts
+        self.ahead: dict[str, tuple[float, float, bool]] = {}  # seconds, until when it counts, whether it is streamed
         self.overdue: dict[str, float] = {}
         self.waiting: dict[str, tuple[float, int, float, bool, bool]] = {}  # arrival, number, seconds, streamed, batch
         self.expected: list[str] = []
@@ -321,19 +335,21 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _pump(self) -> None:
         now = self.door.clock()
-        self.overdue |= {name: one[0] for name, one in self.ahead.items() if one[1] <= now}
-        self.ahead = {name: one for name, one in self.ahead.items() if one[1] > now}
+        late = {name: one for name, one in self.ahead.items() if one[1] <= now + EARLY_SECONDS}
+        self.overdue |= {name: seconds for name, (seconds, _, is_streamed) in late.items() if is_streamed}
+        self.since = max([self.since, *(until for _, until, is_streamed in late.values() if not is_streamed)])
+        self.ahead = {name: one for name, one in self.ahead.items() if name not in late}
         if max(self.pace / self.order_pace, self.order_pace / self.pace) >= PACE_STEP:
             self.order_pace = self.pace
         for name, (_, _, seconds, is_streamed, _) in sorted(self.waiting.items(), key=self._rank):
-            others = [one for one, _ in self.ahead.values()]
+            others = [one for one, _, _ in self.ahead.values()]
             if others and self.pace * (sum(others) - max(others) + seconds) > AHEAD_SECONDS:
                 return
             if not others and not self.overdue:
                 self.since = now
             total = self.pace * (sum(others) + seconds)
             until = now + (max(OVERDUE_TIMES * total, OVERDUE_SECONDS) if is_streamed else total)
-            self.ahead[name] = seconds, until
+            self.ahead[name] = seconds, until, is_streamed
             del self.waiting[name]
             self.expected.append(name)
 
@@ -352,10 +368,11 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data(), has_begun=st.booleans())
     def leave(self, data: st.DataObject, has_begun: bool) -> None:
         name = data.draw(st.sampled_from(sorted({*self.ahead, *self.waiting, *self.overdue})))
-        most = PACE_MAX * (sum(one for one, _ in self.ahead.values()) + sum(self.overdue.values()))
+        most = PACE_MAX * (sum(one for one, _, _ in self.ahead.values()) + sum(self.overdue.values()))
         waited = self.waiting.pop(name, None) is not None
-        seconds = self.overdue.pop(name) if name in self.overdue else self.ahead.pop(name, (-1.0, 0.0))[0]
-        if seconds >= 0.0 and has_begun:
+        late = self.overdue.pop(name, None)
+        seconds, _, is_measured = self.ahead.pop(name, (0.0, 0.0, False)) if late is None else (late, 0.0, True)
+        if is_measured and has_begun:
             self.worked += min(self.door.clock() - self.since, most)
             self.thought += seconds
             self.since = self.door.clock()
