@@ -146,7 +146,8 @@ def serve_command(
     addresses: Sequence[str], shape: engine_fleet.Shape, more: Sequence[str] = (), port: int | None = None
 ) -> list[str]:
     """Preble's gateway with its defaults, but that it refuses nobody, as the other arms refuse nobody; it makes tokens
-    with the engines' tokenizer. On the 50th port if no other is named; before no engine that a variable names."""
+    with the engines' tokenizer. On the 50th port if no other is named. Without addresses a variable names the engines
+    (`servers_variable`)."""
     workers = ["--workers", *addresses] if addresses else []
     command = [sys.executable, "-m", "preble.cli", "serve", *workers, "--tokenizer", str(shape.model)]
     command += ["--port", str(shape.base_port + 50 if port is None else port)]

@@ -1,5 +1,5 @@
 """How quiet the machine was during a run of `run_arms.py`: time stolen by the hypervisor, CPU that others used, load,
-and whether its cores computed as fast as in the repetition's other runs (`pace`).
+and whether its cores computed as fast as in the repetition's other runs (`core_speed`).
 
 Reads /proc and changes nothing. Shares are of all processors' time together. What this process started, and what that
 started, is not another's. A process of ours that ended during the run is counted with the others, so a run's ends are
@@ -18,7 +18,7 @@ from typing import Any
 PROC = Path("/proc")
 STOLEN_SHARE_MAX = 0.02
 OTHERS_SHARE_MAX = 0.05
-PACE_SHARE_MAX = 0.1  # by so much a core may be faster or slower than in the other runs of a repetition
+SPEED_SHARE_MAX = 0.1  # by so much a core may be faster or slower than in the other runs of a repetition
 Found = dict[str, Any]
 
 
@@ -87,7 +87,7 @@ def is_noisy(quiet: Found, others: Sequence[Found] = ()) -> bool:
     """Whether a run is repeated, and marked if it stays. `others`: quiet runs that it is compared with."""
     if quiet["stolen_share"] > STOLEN_SHARE_MAX or quiet["others_share"] > OTHERS_SHARE_MAX:
         return True
-    paces = [one["product_seconds"] for one in others if "product_seconds" in one]
-    if not paces or "product_seconds" not in quiet:
+    speeds = [one["product_seconds"] for one in others if "product_seconds" in one]
+    if not speeds or "product_seconds" not in quiet:
         return False
-    return abs(quiet["product_seconds"] / statistics.median(paces) - 1.0) > PACE_SHARE_MAX
+    return abs(quiet["product_seconds"] / statistics.median(speeds) - 1.0) > SPEED_SHARE_MAX

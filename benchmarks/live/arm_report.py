@@ -230,11 +230,11 @@ def told(runs: Sequence[Found]) -> str:
         f"Commit {each('commit')}, seed {each('seed')}, {each('machine')}, {each('date')}. "
         f"CPU stolen: at most {max(run['stolen_share'] for run in runs):.3f}; used by other processes: at most "
         f"{max(run['others_share'] for run in runs):.3f}; load before a run: at most "
-        f"{max(run['load_1_minute_before'] for run in runs):.1f}{paces(runs)}"
+        f"{max(run['load_1_minute_before'] for run in runs):.1f}{speeds(runs)}"
     )
 
 
-def paces(runs: Sequence[Found]) -> str:
+def speeds(runs: Sequence[Found]) -> str:
     """How fast the engines' cores computed, where that was measured."""
     found = sorted(1e3 * run["product_seconds"] for run in runs if "product_seconds" in run)
     if not found:

@@ -46,8 +46,8 @@ from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.common.tables import rounded
 from benchmarks.live import arm_fleet, arm_noise, arm_plot, arm_report, engine_fleet
 from benchmarks.live.arm_traffic import TRAFFICS, Session, Sources, TextRequest, make_sessions
+from benchmarks.live.core_speed import CoreSpeed
 from benchmarks.live.engine_load import Ask, Outcome, outcome_of
-from benchmarks.live.pace import Pace
 from benchmarks.live.run_engines import stdlib_files
 from preble.engines.torch.tiny_models import SPECS, make_tiny_model
 
@@ -239,14 +239,14 @@ class Bench:
             decisions.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             async with arm_fleet.asked(arm, self.fleet, self.args.peers, self.args.output_tokens, decisions) as ask:
-                pace = Pace(self.fleet.cores(), stack)
+                speed = CoreSpeed(self.fleet.cores(), stack)
                 load, first = os.getloadavg()[0], arm_noise.now()
                 try:
                     outcomes = await send_all(ask, sessions, self.args.output_tokens, late_seconds)
                 except Late:
                     outcomes = None
                 last = arm_noise.now()
-                return outcomes, {**arm_noise.between(first, last, load), **pace.stop()}
+                return outcomes, {**arm_noise.between(first, last, load), **speed.stop()}
 
     async def _warm_up(self, arm: str) -> None:
         """What an engine loads at its first request is no part of any arm; new workers have none of a run's documents

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from aiohttp import ClientSession, web
 
-from benchmarks.live import arm_fleet, arm_noise, arm_plot, arm_report, arm_traffic, engine_fleet, pace, run_arms
+from benchmarks.live import arm_fleet, arm_noise, arm_plot, arm_report, arm_traffic, core_speed, engine_fleet, run_arms
 from benchmarks.live.engine_load import Outcome, Progress, Request
 from tests.support.transport import asynchronous
 
@@ -697,15 +697,15 @@ def test_the_page_says_how_fast_the_machine_was() -> None:
     assert "a fixed matrix product took 2.00 to 2.00 ms of their cores (1 of 2 runs)" in arm_report.page(runs)
 
 
-def test_the_pace_of_a_core_is_measured_until_it_is_stopped() -> None:
+def test_the_speed_of_a_core_is_measured_until_it_is_stopped() -> None:
     core = min(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
-        measured = pace.Pace([core], stack)
+        measured = core_speed.CoreSpeed([core], stack)
         process = measured._processes[0]
         assert process.stdout is not None
-        read = [process.stdout.readline() for _ in range(pace.WARM_UP + 1)]
+        read = [process.stdout.readline() for _ in range(core_speed.WARM_UP + 1)]
         found = measured.stop()
         assert process.returncode is not None
         assert float(read[-1]) > 0.0 and all(seconds > 0.0 for seconds in found.values())
     with contextlib.ExitStack() as stack:
-        assert pace.Pace([], stack).stop() == {}, "engines on a GPU"
+        assert core_speed.CoreSpeed([], stack).stop() == {}, "engines on a GPU"

@@ -1,6 +1,6 @@
 """How fast a core computes while a benchmark runs: a fixed matrix product from time to time, in seconds of CPU.
 
-    python -m benchmarks.live.pace CORE        a line for each product until it is ended; `Pace` runs one for each core
+    python -m benchmarks.live.core_speed CORE     a line for each product until it is ended; one process for each core
 
 A virtual machine's speed changes by more than half within minutes though nothing is stolen (`arm_noise`). Time that the
 core spends on engines is not counted, so a busy core is no slow one. A product takes some 2 ms every half second.
@@ -23,14 +23,14 @@ EVERY_SECONDS = 0.5
 WARM_UP = 3  # products that are not counted
 
 
-class Pace:
+class CoreSpeed:
     """Measures the cores from its start to `stop`; its processes end with `stack`."""
 
     def __init__(self, cores: Sequence[int], stack: ExitStack) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         variables = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         for core in cores:
-            command = [sys.executable, "-m", "benchmarks.live.pace", str(core)]
+            command = [sys.executable, "-m", "benchmarks.live.core_speed", str(core)]
             process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE)
             stack.callback(process.wait)
             stack.callback(process.kill)
