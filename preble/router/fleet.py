@@ -74,6 +74,8 @@ class FleetConfig:
     `several_models`: servers may be of other models than the first worker; whoever places requests says by `exclude`
     where each may go. Workers of our own must be of the first worker's model. `look_ahead_seconds`: of prefills that a
     server which runs already is sent ahead of what it computes (`server_queue`); None: all that is placed there.
+    `catch_up_seconds`: a worker is ready when all has been taken that it published before, or after so long; until then
+    it would be chosen for what it has long evicted.
     """
 
     link: LinkConfig = field(default_factory=LinkConfig)
@@ -81,6 +83,7 @@ class FleetConfig:
     reconnect_min_seconds: float = 0.05
     reconnect_max_seconds: float = 2.0
     forget_after_seconds: float = 30.0
+    catch_up_seconds: float = 2.0
     several_models: bool = False
     look_ahead_seconds: float | None = LOOK_AHEAD_SECONDS
 
@@ -90,7 +93,7 @@ class FleetConfig:
                 f"FleetConfig.reconnect_min_seconds must be positive and at most reconnect_max_seconds, "
                 f"got {self.reconnect_min_seconds} and {self.reconnect_max_seconds}"
             )
-        check_fields(self, "not be negative", "forget_after_seconds")
+        check_fields(self, "not be negative", "forget_after_seconds", "catch_up_seconds")
         if self.look_ahead_seconds is not None:
             check_fields(self, "not be negative", "look_ahead_seconds")
 
@@ -172,7 +175,7 @@ class FleetWorker:
             self._fleet.pulls.ended(self, message)
         elif not isinstance(message, wire.Draining):
             self._fleet.owner.on_message(self, message)
-        elif self.state in ("ready", "suspect"):
+        elif self.state in ("connecting", "ready", "suspect"):
             self.turn("draining", "it asked for no new requests")
 
     def on_pong(self, pong: wire.Pong) -> None:
@@ -186,8 +189,19 @@ class FleetWorker:
         self._fleet.apply(self, self.peers.take(batch, past=past))
 
     def on_caught_up(self) -> None:
-        """Book what other routers have running there."""
+        """Book what other routers have running there, and take requests."""
         self._fleet.apply(self, self.peers.caught_up())
+        self.join()
+
+    def join(self) -> None:
+        """Take requests from now on, if it was only what it caches that was not known. Again it does nothing."""
+        if self.state == "connecting" and self.link is not None:
+            self.turn("ready", "")
+            if self.link.suspect:
+                self.on_suspect("it does not react")
+            else:
+                self._fleet.owner.on_available(self)
+        self.settled.set()
 
     def on_payload(self, payload: bytes) -> None:
         """The same, as the engine wrote it."""
@@ -529,9 +543,11 @@ class Fleet:
         self._adopt(worker, link, welcome)
         self._add_ranks(worker, link)
         why = "router closes"
+        late = asyncio.get_running_loop().call_later(self._config.catch_up_seconds, worker.join)
         try:
             why = await link.run()
         finally:
+            late.cancel()
             worker.counters.losses += 1
             drained = worker.state == "draining"
             worker.turn("lost", why)
@@ -575,10 +591,9 @@ class Fleet:
         worker.counters.connections += 1
         if welcome.draining:
             worker.turn("draining", "it was draining when we came")
+            worker.settled.set()
         else:
-            worker.turn("ready", "")
-            self.owner.on_available(worker)
-        worker.settled.set()
+            worker.turn("connecting", "what it caches is not known yet")
 
     def _mixed(self, worker: FleetWorker, welcome: wire.Welcome) -> str:
         """What keeps a worker of our own from a fleet of servers of several models; "" if nothing does."""

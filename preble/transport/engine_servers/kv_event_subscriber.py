@@ -23,18 +23,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import zmq
 import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.monitor import parse_monitor_message
 
 from ...errors import ProtocolError, TransportError
 from ...types import check_fields
 from ..event_stream import EventCursor
-from ..socket_reader import set_usual_options
+from ..socket_reader import FrameReader, set_usual_options
 from ..tasks import running, within
 from .kv_event_codec import PAYLOAD_MAX_BYTES, LoadReport, decode_load, published, replay_request, replayed, time_of
 from .server_info import EventSource
@@ -42,7 +42,7 @@ from .server_info import EventSource
 logger = logging.getLogger("preble.transport")
 
 _IN_VAIN_MAX = 4  # replays in a row that break off, or stay out, and bring nothing, before we give up
-_FRAMES_PER_TURN = 128  # frames taken before other tasks of the loop get a turn
+_ALL, _BROKEN = "that is all there is", "it broke off"  # how a replay ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,18 @@ class FeedCounters:
     load_frames: int = 0
 
 
+@dataclass(slots=True)
+class _Replay:
+    """One that is under way, from number `start` on. `anchor` is the batch of that number, where we have it; `life`
+    counts the publisher's restarts before it, `taken` what has come, the last of it at `came_at` of the loop's time."""
+
+    start: int
+    anchor: bytes | None
+    life: int
+    came_at: float
+    taken: int = 0
+
+
 class FeedListener(Protocol):
     """What a feed reports to its owner. Called on the loop; must not block."""
 
@@ -112,11 +124,13 @@ class EventFeed:
         self.counters = counters or FeedCounters()
         self._listener = listener
         self._config = config or FeedConfig()
-        self._context = context
+        # Plain sockets, see `socket_reader`: a future for every message is dear where thousands are replayed.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
         self._cursor: EventCursor[bytes] = EventCursor(next_seq, self._config.max_held_batches)
         self._has_estimate = next_seq > 0  # somebody holds estimates that came from this stream
         self._newest: bytes | None = None  # the batch before `next_seq`: the anchor of every replay
         self._newest_time = float("-inf")
+        self._is_broken = False  # the connection for live events
         self._wanted = asyncio.Event()
         self._caught_up = asyncio.Event()
 
@@ -141,14 +155,14 @@ class EventFeed:
         async with running(*loops) as tasks:
             await asyncio.gather(*tasks)
 
-    def _socket(self, kind: int, endpoint: str) -> zmq.asyncio.Socket:
+    def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         set_usual_options(socket, endpoint)
         socket.rcvhwm = self._config.queue_batches
         socket.maxmsgsize = 2 * PAYLOAD_MAX_BYTES
         return socket
 
-    def _connect(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    def _connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -159,40 +173,37 @@ class EventFeed:
     async def _live_loop(self) -> None:
         socket = self._socket(zmq.SUB, self.source.endpoint)
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED)
-        watch = asyncio.ensure_future(self._monitor_loop(monitor))
+        readers = [FrameReader(socket, self._take_live), FrameReader(monitor, self._take_monitored)]
         try:
             socket.subscribe(self.source.topic.encode())
             self._connect(socket, self.source.endpoint)
-            async for parts in _frames(socket):
-                self._take_live(parts)
+            await asyncio.gather(*(reader.ended for reader in readers))
         finally:
-            # Nothing is waited for here: who is cancelled twice would leave the sockets open.
-            watch.cancel()
+            for reader in readers:
+                reader.stop()
             socket.disable_monitor()
             monitor.close(linger=0)
             socket.close(linger=0)
 
-    async def _monitor_loop(self, monitor: Any) -> None:
+    def _take_monitored(self, parts: list[bytes]) -> str:
         """A connection that was broken may lead to another life of the publisher, or have lost what it published."""
-        broken = False
-        while True:
-            event = int((await recv_monitor_message(monitor))["event"])
-            if event == zmq.EVENT_DISCONNECTED:
-                broken = True
-            elif broken:
-                broken = False
-                self._wanted.set()
-                if not self.source.replay_endpoint:
-                    self._forget()
-                    self._cursor.skip_to(0)
-                    self._newest = None
+        if parse_monitor_message(parts)["event"] == zmq.EVENT_DISCONNECTED:
+            self._is_broken = True
+        elif self._is_broken:
+            self._is_broken = False
+            self._wanted.set()
+            if not self.source.replay_endpoint:
+                self._forget()
+                self._cursor.skip_to(0)
+                self._newest = None
+        return ""
 
-    def _take_live(self, parts: list[bytes]) -> None:
+    def _take_live(self, parts: list[bytes]) -> str:
         try:
             seq, payload = published(parts)
         except ProtocolError:
             self.counters.malformed_frames += 1
-            return
+            return ""
         if seq < self.next_seq and time_of(payload) > self._newest_time:
             self._restarted()
         if self._newest is None and not self.source.replay_endpoint and not self._has_estimate:
@@ -202,6 +213,7 @@ class EventFeed:
         if self._cursor.has_gap and not had_gap:
             self.counters.gaps += self._has_estimate
             self._close_gap()
+        return ""
 
     def _offer(self, seq: int, payload: bytes) -> None:
         self.counters.duplicates += self._cursor.has_had(seq)
@@ -256,43 +268,67 @@ class EventFeed:
                     self._give_up()
                     in_vain = 0
                 self._wanted.set()  # a gap that came up meanwhile may be behind what was asked for
-            else:
+            elif ended or self.next_seq == before:
                 self._caught_up.set()
+            else:
+                self._wanted.set()  # it broke off
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(self._config.audit_seconds, self._wanted.wait())
 
     async def _replay(self) -> bool:
         """Ask for the newest batch we have and all after it, and take what comes. True if that is all there is."""
         self.counters.replays += 1
-        anchor, life = self._newest, self.counters.restarts
-        start = self.next_seq - (anchor is not None)
+        start = self.next_seq - (self._newest is not None)
+        replay = _Replay(start, self._newest, self.counters.restarts, asyncio.get_running_loop().time())
         # A socket of its own, so that the rest of an earlier replay is never taken for this one.
         socket = self._socket(zmq.DEALER, self.source.replay_endpoint)
-        taken = 0
+        reader = FrameReader(socket, partial(self._take_reply, replay))
         try:
             self._connect(socket, self.source.replay_endpoint)
-            await socket.send_multipart(replay_request(start))
-            while taken < self._config.max_replay_batches:
-                reply = await within(self._config.replay_seconds, self._reply(socket))
-                if self.counters.restarts != life:
-                    break  # what was asked for is of an earlier life
-                if reply is None:
-                    if taken == 0 and anchor is not None and anchor is self._newest:
-                        self._restarted()  # who has published less than we have received is another one
-                    elif taken and self._cursor.has_gap:
-                        self.counters.replays_cut += 1  # some of its middle was dropped
-                    return True
-                if not self._take_replayed(*reply, start, anchor, first=taken == 0):
-                    break
-                taken += 1
+            socket.send_multipart(replay_request(start))
+            reader.look()
+            return await self._until_silent(reader.ended, replay) == _ALL
         except asyncio.TimeoutError:
-            self.counters.replays_cut += taken > 0
-            self.counters.replays_unanswered += taken == 0
-            self._caught_up.set()
-            logger.warning("the replay at %s stopped after %d batches", self.source.replay_endpoint, taken)
+            if replay.taken:
+                self.counters.replays_cut += 1
+            else:
+                self.counters.replays_unanswered += 1
+                self._caught_up.set()  # nobody answers
+            logger.warning("the replay at %s stopped after %d batches", self.source.replay_endpoint, replay.taken)
         finally:
+            reader.stop()
             socket.close(linger=0)
         return False
+
+    async def _until_silent(self, reading: asyncio.Future[str], replay: _Replay) -> str:
+        """How a replay ended. Raises `asyncio.TimeoutError` where nothing of it has come for `replay_seconds`."""
+        now = asyncio.get_running_loop().time
+        while (left := replay.came_at + self._config.replay_seconds - now()) > 0.0:
+            await asyncio.wait([reading], timeout=left)
+            if reading.done():
+                return reading.result()
+        raise asyncio.TimeoutError
+
+    def _take_reply(self, replay: _Replay, parts: list[bytes]) -> str:
+        """Take one message of a replay: "", or how it has ended. What is no batch is counted and passed over."""
+        try:
+            reply = replayed(parts)
+        except ProtocolError:
+            self.counters.malformed_frames += 1
+            return ""
+        if self.counters.restarts != replay.life:
+            return _BROKEN  # what was asked for is of an earlier life
+        if reply is None:
+            if replay.taken == 0 and replay.anchor is not None and replay.anchor is self._newest:
+                self._restarted()  # who has published less than we have received is another one
+            elif replay.taken and self._cursor.has_gap:
+                self.counters.replays_cut += 1  # some of its middle was dropped
+            return _ALL
+        if not self._take_replayed(*reply, replay.start, replay.anchor, first=replay.taken == 0):
+            return _BROKEN
+        replay.taken += 1
+        replay.came_at = asyncio.get_running_loop().time()
+        return _BROKEN if replay.taken >= self._config.max_replay_batches else ""
 
     def _take_replayed(self, seq: int, payload: bytes, start: int, anchor: bytes | None, *, first: bool) -> bool:
         """Take one batch of a replay; False if it shows that the publisher is another one."""
@@ -309,39 +345,26 @@ class EventFeed:
         self._offer(seq, payload)
         return True
 
-    async def _reply(self, socket: zmq.asyncio.Socket) -> tuple[int, bytes] | None:
-        """The next batch of a replay, None at its end; what is neither is counted and passed over."""
-        while True:
-            try:
-                return replayed(await socket.recv_multipart())
-            except ProtocolError:
-                self.counters.malformed_frames += 1
-
     # --- load ---------------------------------------------------------------------------------------------------------
 
     async def _load_loop(self) -> None:
         socket = self._socket(zmq.SUB, self.source.load_endpoint)
+        reader = FrameReader(socket, self._take_load)
         try:
             socket.subscribe(self.source.load_topic.encode())
             self._connect(socket, self.source.load_endpoint)
-            async for parts in _frames(socket):
-                try:
-                    report = decode_load(parts[-1])
-                except ProtocolError as error:
-                    self.counters.malformed_frames += 1
-                    logger.debug("load of %s: %s", self.source.load_endpoint, error)
-                    continue
-                self.counters.load_frames += 1
-                self._listener.on_load(report)
+            await reader.ended
         finally:
+            reader.stop()
             socket.close(linger=0)
 
-
-async def _frames(socket: zmq.asyncio.Socket) -> AsyncIterator[list[bytes]]:
-    """Messages as they come, with a turn for others now and then."""
-    taken = 0
-    while True:
-        yield await socket.recv_multipart()
-        taken += 1
-        if taken % _FRAMES_PER_TURN == 0:
-            await asyncio.sleep(0)
+    def _take_load(self, parts: list[bytes]) -> str:
+        try:
+            report = decode_load(parts[-1])
+        except ProtocolError as error:
+            self.counters.malformed_frames += 1
+            logger.debug("load of %s: %s", self.source.load_endpoint, error)
+            return ""
+        self.counters.load_frames += 1
+        self._listener.on_load(report)
+        return ""

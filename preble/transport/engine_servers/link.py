@@ -42,7 +42,7 @@ from ...types import SamplingParams
 from .. import wire
 from ..client import LinkConfig, LinkCounters, LinkListener
 from ..namespaces import keys_of
-from ..tasks import first_of, within
+from ..tasks import first_of, running, within
 from .http_client import EngineServer, Unreachable
 from .kv_event_codec import LoadReport
 from .kv_event_subscriber import EventFeed, FeedConfig, FeedCounters
@@ -177,6 +177,8 @@ class ServerLink:
         loops: list[Coroutine[Any, Any, str]] = [self._ask_loop(), self._judge_loop()]
         if self._feed is not None:
             loops.append(self._follow(self._feed))
+        else:
+            self._listener.on_caught_up()
         return await first_of(*loops)
 
     @property
@@ -444,10 +446,15 @@ class ServerLink:
 
     async def _follow(self, feed: EventFeed) -> str:
         try:
-            await feed.run()
+            async with running(self._catch_up(feed)):
+                await feed.run()
         except TransportError as error:
             return str(error)
         return "its events ended"
+
+    async def _catch_up(self, feed: EventFeed) -> None:
+        await feed.caught_up()
+        self._listener.on_caught_up()
 
     def on_payload(self, payload: bytes) -> None:
         """From the feed: the next batch."""

@@ -32,7 +32,7 @@ from preble.transport.engine_servers.server_info import EventSource, ServerOptio
 from preble.transport.engine_servers.watch import ON_TIME_MIN
 from preble.transport.namespaces import keys_of, namespace_of, salt_of
 from preble.types import BlockKeys
-from tests.support.attach import BLOCK, FakePublisher, FakeServer
+from tests.support.attach import BLOCK, FakePublisher, FakeServer, batch
 from tests.support.transport import (
     FirstByName,
     assert_bookings_are_even,
@@ -392,6 +392,35 @@ async def test_a_break_of_the_network_costs_nothing_that_is_known() -> None:
         await until(lambda: worker_at(router, server).state == "ready", "it is found again")
         assert worker_at(router, server).counters.restarts == 0
         assert router.scheduler.match(PROMPT).matched_tokens.get(name) == 40
+
+
+@asynchronous
+async def test_a_server_is_given_no_requests_before_what_it_published_was_taken() -> None:
+    """Half of a replay is what the engine cached long ago: requests went where nothing of theirs was any more, and the
+    end of the replay took away what they had put there."""
+    server = FakeServer("vllm")
+    publisher = server.publishers[0]
+    stored = ["BlockStored", [1], None, PROMPT[:BLOCK], BLOCK, None, "GPU"]
+    for payload in (batch(1.0, stored), batch(2.0, ["AllBlocksCleared"])):
+        await publisher.publish(payload)
+    publisher.cut_after = 1  # the first answer says what was stored, and not that it was cleared
+    states: list[tuple[str, int]] = []
+    async with attached(server) as router:
+        worker = worker_at(router, server)
+        states.append((worker.state, worker.feed_counters.batches))
+        assert router.scheduler.match(PROMPT).matched_tokens.get(worker.worker_id, 0) == 0
+    assert states == [("ready", 2)]
+
+
+@asynchronous
+async def test_a_server_whose_replay_is_not_answered_is_given_requests_after_a_time() -> None:
+    server = FakeServer("sglang")
+    server.publishers[0].mute = True
+    async with attached(server, catch_up_seconds=0.05) as router:
+        assert worker_at(router, server).state == "ready"
+        tokens, _ = await collect(router.generate(PROMPT, SHORT))
+        assert tokens == expected_tokens(PROMPT, 12)
+        router.fleet.check()
 
 
 @asynchronous
