@@ -188,6 +188,98 @@ def test_a_tokenizer_whose_parts_depend_on_each_other_is_given_whole_prompts(tmp
     codec.close()
 
 
+LINES = st.lists(
+    st.one_of(TEXT, st.sampled_from(["word\n", "x\n\n", "\n", " y\n z", "1\n", ".\n", *SPECIAL])), max_size=40
+)
+
+
+def trained(pre_tokenizer: Any, normalizer: Any, model: Any, trainer: Any) -> Any:
+    """A tokenizer of another family than the test's own, made of this file."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer(model)
+    if pre_tokenizer is not None:
+        tokenizer.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.train_from_iterator(Path(__file__).read_text().splitlines(keepends=True), trainer)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def lines_codec(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A codec whose tokenizer never merges a letter with the end of a line."""
+    from tokenizers import AddedToken, models, pre_tokenizers, trainers
+
+    directory = make_tokenizer(tmp_path_factory.mktemp("lines"))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet)
+    tokenizer = trained(pre_tokenizers.ByteLevel(add_prefix_space=False), None, models.BPE(), trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    codec = TextCodec(directory, threads=1)
+    yield codec
+    codec.close()
+
+
+@given(pieces=LINES)
+def test_texts_cut_at_the_ends_of_lines_are_the_whole(lines_codec: TextCodec, pieces: list[str]) -> None:
+    text = "long enough to be cut\n" * 30 + "".join(pieces * 8)
+    whole = lines_codec._tokenizer.encode(text, add_special_tokens=False).ids
+    assert len(lines_codec._parts(text)) > 1
+    assert lines_codec.encode_now(text, False).tolist() == whole
+
+
+@asynchronous
+async def test_of_a_document_that_is_asked_about_again_only_the_end_is_tokenised(
+    lines_codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = lines_codec
+    document = "".join(f"line {n} of a document\n" for n in range(300))
+    before = codec.counters.parts_encoded
+    codec.encode_now(f"{document}Question 1?", False)
+    assert codec.counters.parts_encoded - before == len(codec._parts(document)) > 5
+    encoded, found = codec.counters.parts_encoded, codec.counters.parts_found
+    monkeypatch.setattr(codec._queue, "run", None)  # nothing waits for a thread
+    text = f"{document}Question 2?"
+    ids = await codec.encode(text, special_tokens=False)
+    assert ids.tolist() == codec._tokenizer.encode(text, add_special_tokens=False).ids
+    assert (codec.counters.parts_encoded - encoded, codec.counters.parts_found - found) == (1, encoded - before - 1)
+
+
+@pytest.mark.parametrize("family", ["byte level", "llama 3", "whole texts", "marks of spaces", "word pieces", "rstrip"])
+def test_a_tokenizer_is_cut_at_the_ends_of_lines_only_where_that_changes_nothing(family: str) -> None:
+    from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe, wordpiece = (
+        trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet),
+        trainers.WordPieceTrainer(special_tokens=["[UNK]"]),
+    )
+    llama = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    split = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(llama), "isolated"), bytes_only])
+    spaces = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    words = models.WordPiece(unk_token="[UNK]")
+    kinds: dict[str, tuple[Any, ...]] = {
+        "byte level": (pre_tokenizers.ByteLevel(add_prefix_space=False), None, models.BPE(), bpe),
+        "llama 3": (split, None, models.BPE(), bpe),
+        "whole texts": (bytes_only, None, models.BPE(), bpe),
+        "marks of spaces": (None, spaces, models.BPE(byte_fallback=True), trainers.BpeTrainer(vocab_size=900)),
+        "word pieces": (pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer(), words, wordpiece),
+        "rstrip": (split, None, models.BPE(), bpe),
+    }
+    tokenizer = trained(*kinds[family])
+    if family == "rstrip":
+        tokenizer.add_special_tokens([AddedToken("turn", rstrip=True)])
+    text = Path(__file__).read_text()
+    whole = tokenizer.encode(text, add_special_tokens=False).ids
+    parts = [tokenizer.encode(chunk, add_special_tokens=False).ids for chunk in tokenizing._chunks(text)]
+    is_cut = tokenizing._lines_are_independent(tokenizer)
+    assert is_cut == (family in ("byte level", "llama 3", "word pieces"))
+    assert not is_cut or [token for ids in parts for token in ids] == whole
+
+
 @given(texts=st.lists(st.text("abcdefgh", min_size=1, max_size=40), max_size=60))
 def test_the_cache_keeps_to_its_bytes_and_forgets_the_oldest(texts: list[str]) -> None:
     cache = PartCache(2000)
@@ -209,19 +301,19 @@ def test_the_cache_keeps_to_its_bytes_and_forgets_the_oldest(texts: list[str]) -
 async def test_texts_that_wait_are_bounded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codec = TextCodec(model, threads=1, queue_max=2)
     gate = threading.Event()
-    encode = TextCodec.encode_now
+    encode = TextCodec._encode_framed
 
     def slow(self: TextCodec, *given: Any) -> Any:
         gate.wait(30)
         return encode(self, *given)
 
-    monkeypatch.setattr(TextCodec, "encode_now", slow)
-    waiting = [asyncio.ensure_future(codec.encode(f"text {i}")) for i in range(3)]
+    monkeypatch.setattr(TextCodec, "_encode_framed", slow)
+    waiting = [asyncio.ensure_future(codec.encode(f"{i}" * 2000)) for i in range(3)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFull, match="2 texts wait"):
-        await codec.encode("one more")
+        await codec.encode("one more" * 1000)
     gate.set()
-    assert [len(ids) for ids in await asyncio.gather(*waiting)] == [7, 7, 7]
+    assert [len(ids) for ids in await asyncio.gather(*waiting)] == [2001, 2001, 2001]
     assert len(await codec.encode("there is room again")) == 20
     codec.close()
 

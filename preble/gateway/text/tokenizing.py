@@ -1,9 +1,16 @@
 """The tokenizer layer: text to token ids in threads, with a cache of what was tokenised before.
 
 Owns the tokenizer of one model directory, and the cache. Text is cut after each special token (the marks
-between the messages of a chat): tokenizers never merge across one, so a prompt's ids are those of its parts, one after
-the other, and the parts of a conversation that came before are looked up, not tokenised again. Whether that holds for a
-tokenizer is tried when it is loaded; for one where it does not, prompts are tokenised whole.
+between the messages of a chat), and before the first end of a line that follows a letter in each `CHUNK_CHARACTERS`:
+tokenizers merge across neither, so a prompt's ids are those of its parts, one after the other, and the parts of a
+conversation or document that came before are looked up, not tokenised again. Where a text is cut depends on what is
+before the cut alone, so texts that begin alike are cut alike.
+
+    prompt      <s> system </s> a document of many lines    .    .    question 7
+    cut into    <s>|system </s>|a document of |many lines   .|   .    |question 7     looked up but for the last
+
+Whether that holds for a tokenizer is tried when it is loaded; one where it does not is given texts that are not cut
+there.
 
 At its bounds: over `queue_max` texts that wait, `QueueFull`; over `cache_bytes`, the parts used longest ago go; a text
 with more tokens than the model takes is given up as soon as that shows, and what is long is tried in slices first, so
@@ -17,7 +24,7 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,10 +55,15 @@ PROBES = (
 )
 SWITCH_SECONDS = 0.0005  # for `sys.setswitchinterval`: so soon a thread that computes lets the event loop go on
 MARKS_TRIED_MAX = 8  # special tokens differ by name only: some speak for all
+CHUNK_CHARACTERS = 512  # of a part at least, where it is cut at the end of a line
 SLICE_CHARACTERS = 32 << 10  # tokenised in one call, and of a long text tried at a time
-LOOP_CHARACTERS = 16 << 10  # of a chat that is rendered on the loop, where no more than these are new:
+LOOP_CHARACTERS = 16 << 10  # of a prompt that is tokenised on the loop, where no more than these are new:
 LOOP_NEW_CHARACTERS = 1024
 MESSAGE_CHARACTERS = 64  # what a message costs beside its text, about
+LINE_END = re.compile(r"[A-Za-z](?=\n)")
+LINE_HEADS = (*(f"{probe} x" for probe in PROBES), "word", "a B", "1st", "don't", "x.y", "CamelCase", "<tag", "é a")
+LINE_TAILS = (*(f"\n{probe}" for probe in PROBES), "\n", "\n\n\n", "\n \n x", "\n\tx", "\n  x", "\n\r\n1", "\n, x")
+ACROSS = re.compile("[A-Za-z][\n\u010a]")  # a letter and a line's end, which byte-level vocabularies write as U+010A
 ENTRY_BYTES = 200  # what a part costs in the cache beside its text and ids, about
 
 
@@ -123,6 +135,15 @@ class PartCache:
             assert self.bytes_used == sum(_cost(text, ids) for text, ids in self._parts.items()) <= self.bytes_max
 
 
+def _chunks(part: str) -> list[str]:
+    """A part cut at the ends of lines, `CHUNK_CHARACTERS` or more apart."""
+    chunks, start = [], 0
+    while len(part) - start > CHUNK_CHARACTERS and (match := LINE_END.search(part, start + CHUNK_CHARACTERS)):
+        chunks.append(part[start : match.end()])
+        start = match.end()
+    return [*chunks, part[start:]]
+
+
 def _some(ids: array[int]) -> TokenIds:
     if not ids:
         raise InvalidInput("the prompt has no tokens")
@@ -173,20 +194,30 @@ class TextCodec:
         self._before, self._after = _framing(self._tokenizer)
         marks = _special_texts(self._tokenizer)
         self._parts_after = _pattern(marks)
+        self._cuts_lines = False
         if not self._parts_are_independent(marks):
             self._parts_after = None
+        self._cuts_lines = _lines_are_independent(self._tokenizer)
         self._queue = TextQueue(threads, queue_max)
 
     # --- on the loop --------------------------------------------------------------------------------------------------
 
     async def encode(self, text: str, *, special_tokens: bool = True, tokens_max: int = 2**31 - 1) -> TokenIds:
-        """The ids of a text; `special_tokens` adds those that the tokenizer puts around a prompt.
+        """The ids of a text; `special_tokens` adds those that the tokenizer puts around a prompt. What is short, and
+        little of it new, is done on the loop.
 
         Raises `QueueFull`, `PromptTooLong`, and `InvalidInput` for a text without tokens. Cancelled, it is given up.
         """
 
+        parts: list[str] | None = None
+        if len(text) <= LOOP_CHARACTERS:
+            parts = self._parts(text)
+            if self._new_characters(parts) <= LOOP_NEW_CHARACTERS:
+                return self._encode_framed(parts, special_tokens, TokenLimit(tokens_max, threading.Event()))
+
         def work(stop: threading.Event) -> TokenIds:
-            return self.encode_now(text, special_tokens, TokenLimit(tokens_max, stop))
+            found = self._parts(text) if parts is None else parts
+            return self._encode_framed(found, special_tokens, TokenLimit(tokens_max, stop))
 
         return await self._queue.run(len(text), work)
 
@@ -228,7 +259,8 @@ class TextCodec:
         pieces: Sequence[Piece] | None = None
         if size <= LOOP_CHARACTERS:
             pieces = make()
-            if self._new_characters(pieces) <= LOOP_NEW_CHARACTERS:
+            texts = (piece for piece in pieces if isinstance(piece, str))
+            if self._new_characters(part for text in texts for part in self._parts(text)) <= LOOP_NEW_CHARACTERS:
                 return self._encode_pieces(pieces, TokenLimit(tokens_max, threading.Event()))
 
         def work(stop: threading.Event) -> TokenIds:
@@ -240,12 +272,7 @@ class TextCodec:
 
     def encode_now(self, text: str, special_tokens: bool = True, limit: TokenLimit = UNLIMITED) -> TokenIds:
         """`encode` in this thread."""
-        ids = array("i", self._before if special_tokens else ())
-        for part in self._encode_parts(self._parts(text), limit):
-            ids.extend(part)
-        if special_tokens:
-            ids.extend(self._after)
-        return _some(ids)
+        return self._encode_framed(self._parts(text), special_tokens, limit)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens; unknown ids are left out."""
@@ -256,10 +283,17 @@ class TextCodec:
         """End the threads; texts that wait are not tokenised. Idempotent."""
         self._queue.close()
 
-    def _new_characters(self, pieces: Sequence[Piece]) -> int:
-        """How much of the texts is not in the cache."""
-        parts = (part for piece in pieces if isinstance(piece, str) for part in self._parts(piece))
+    def _new_characters(self, parts: Iterable[str]) -> int:
+        """How much of the parts is not in the cache."""
         return sum(len(part) for part in parts if self.cache.get(part) is None)
+
+    def _encode_framed(self, parts: Sequence[str], special_tokens: bool, limit: TokenLimit) -> TokenIds:
+        ids = array("i", self._before if special_tokens else ())
+        for part in self._encode_parts(parts, limit):
+            ids.extend(part)
+        if special_tokens:
+            ids.extend(self._after)
+        return _some(ids)
 
     def _encode_pieces(self, pieces: Sequence[Piece], limit: TokenLimit) -> TokenIds:
         ids: array[int] = array("i")
@@ -273,12 +307,13 @@ class TextCodec:
         return _some(ids)
 
     def _parts(self, text: str) -> list[str]:
-        """The text cut after each special token."""
-        if self._parts_after is None:
-            return [text]
-        ends = [match.end() for match in self._parts_after.finditer(text)]
-        cuts = [0, *ends, len(text)]
-        return [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False) if start < end]
+        """The text cut after each special token, and at the ends of lines."""
+        parts = [text]
+        if self._parts_after is not None:
+            ends = [match.end() for match in self._parts_after.finditer(text)]
+            cuts = [0, *ends, len(text)]
+            parts = [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False) if start < end]
+        return [chunk for part in parts for chunk in _chunks(part)] if self._cuts_lines else parts
 
     def _encode_parts(self, parts: Sequence[str], limit: TokenLimit) -> list[array[int]]:
         """The ids of each part, looked up or tokenised."""
@@ -376,6 +411,22 @@ def _special_texts(tokenizer: Any) -> list[str]:
     added = tokenizer.get_added_tokens_decoder().values()
     plain = (one for one in added if not (one.single_word or one.lstrip or one.rstrip or one.normalized))
     return sorted(one.content for one in plain if one.special and one.content)
+
+
+def _lines_are_independent(tokenizer: Any) -> bool:
+    """Whether cutting between a letter and the end of a line leaves the ids as they are: no token has both, no special
+    one takes along what follows it, and so it is in texts that are hard to cut."""
+    if any(map(ACROSS.search, tokenizer.get_vocab(with_added_tokens=True))):
+        return False
+    if any(one.rstrip and one.content[-1:].isalpha() for one in tokenizer.get_added_tokens_decoder().values()):
+        return False
+
+    def ids_of(texts: Sequence[str]) -> list[list[int]]:
+        return [one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    heads, tails = ids_of(LINE_HEADS), ids_of(LINE_TAILS)
+    wholes = ids_of([head + tail for head in LINE_HEADS for tail in LINE_TAILS])
+    return wholes == [head + tail for head in heads for tail in tails]
 
 
 def _pattern(texts: Sequence[str]) -> re.Pattern[str] | None:
