@@ -219,10 +219,10 @@ class WorkerLink:
             FrameReader(self._subscriber, self._take_event),
             FrameReader(self._monitor, self._take_monitor),
         ]
-        self._close_gap()
-        self._joining &= self._replaying
-        self._look_caught_up()
         try:
+            self._close_gap()
+            self._joining &= self._replaying
+            self._look_caught_up()
             return await first_of(self._heartbeat_loop(), *(reader.ended for reader in readers))
         finally:
             for reader in readers:

@@ -44,7 +44,7 @@ from preble.router import Router, RouterConfig
 from preble.router import fleet as fleet_module
 from preble.router.request import RoutedRequest
 from preble.scheduling.predicted_wait import Verdict
-from preble.transport import wire
+from preble.transport import client, wire
 from preble.transport.tasks import within
 from preble.types import AllBlocksCleared, BlockRemoved, PrefixEvicted
 from tests.support.transport import (
@@ -1351,7 +1351,16 @@ async def test_a_supervisor_survives_what_nobody_expects(monkeypatch: pytest.Mon
 async def test_a_session_that_fails_after_its_handshake_is_lost_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It was ready when something failed: its requests go elsewhere, and it does not stay ready without a session."""
+    """It was ready when something failed: its requests go elsewhere, and it does not stay ready without a session.
+    Nobody reads its closed sockets: the readers went on, and their errors were nobody's."""
+    readers: list[Any] = []
+
+    class Recorded(client.FrameReader):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            readers.append(self)
+
+    monkeypatch.setattr(client, "FrameReader", Recorded)
     async with fleet(good) as (router, (worker,)):
         found, before = router.fleet.workers[worker.endpoint], router.on_available
         calls = iter([RuntimeError("somebody's own")])
@@ -1367,6 +1376,8 @@ async def test_a_session_that_fails_after_its_handshake_is_lost_and_tried_again(
         await worker.send(wire.Closed("shutdown", ""))
         await until(lambda: found.counters.errors == 1 and found.state == "ready", "it is back")
         router.fleet.check()
+        left = [reader.ended for reader in readers[:-3] if not reader.ended.cancelled()]
+        assert len(readers) >= 9 and all(ended.done() and ended.exception() is None for ended in left)
 
 
 @asynchronous

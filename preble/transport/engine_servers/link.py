@@ -446,8 +446,8 @@ class ServerLink:
 
     async def _follow(self, feed: EventFeed) -> str:
         try:
-            async with running(self._catch_up(feed)):
-                await feed.run()
+            async with running(feed.run(), self._catch_up(feed)) as tasks:
+                await asyncio.gather(*tasks)
         except TransportError as error:
             return str(error)
         return "its events ended"

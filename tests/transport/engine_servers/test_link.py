@@ -413,6 +413,26 @@ async def test_a_server_is_given_no_requests_before_what_it_published_was_taken(
 
 
 @asynchronous
+async def test_an_error_when_a_server_has_caught_up_is_counted_and_it_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = iter([RuntimeError("somebody's own")])
+    before = Router.on_available
+
+    def failing(router: Router, worker: Any) -> None:
+        error = next(calls, None)
+        if error is not None:
+            raise error
+        before(router, worker)
+
+    monkeypatch.setattr(Router, "on_available", failing)
+    server = FakeServer("sglang")
+    async with attached(server) as router:
+        found = worker_at(router, server)
+        await until(lambda: found.counters.errors == 1 and found.state == "ready", "it is back")
+
+
+@asynchronous
 async def test_a_server_whose_replay_is_not_answered_is_given_requests_after_a_time() -> None:
     server = FakeServer("sglang")
     server.publishers[0].mute = True
