@@ -1,8 +1,8 @@
 """The tokenizer layer: text to token ids in threads, with a cache of what was tokenised before.
 
-Owns the tokenizer of one model directory, and the cache. Text is cut after each special token (the marks
-between the messages of a chat), and before the first end of a line that follows a letter in each `CHUNK_CHARACTERS`:
-tokenizers merge across neither, so a prompt's ids are those of its parts, one after the other, and the parts of a
+Owns the tokenizer of one model directory, and the cache. Text is cut after each special token (the marks between the
+messages of a chat) and, `CHUNK_CHARACTERS` after a cut, before the next end of a line that follows a letter: tokenizers
+merge across neither, so a prompt's ids are those of its parts, one after the other, and the parts of a
 conversation or document that came before are looked up, not tokenised again. Where a text is cut depends on what is
 before the cut alone, so texts that begin alike are cut alike.
 

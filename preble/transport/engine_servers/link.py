@@ -174,11 +174,11 @@ class ServerLink:
 
     async def run(self) -> str:
         """Serve the session until the server is lost; return why. Call once, after `open`."""
+        if self._feed is None:
+            self._listener.on_caught_up()
         loops: list[Coroutine[Any, Any, str]] = [self._ask_loop(), self._judge_loop()]
         if self._feed is not None:
             loops.append(self._follow(self._feed))
-        else:
-            self._listener.on_caught_up()
         return await first_of(*loops)
 
     @property
