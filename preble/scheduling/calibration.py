@@ -128,24 +128,28 @@ class Calibrator:
                 members.setdefault(worker.key, []).append(worker)
             self._groups = {key: self._groups.get(key, PRIOR) for key in members}
             self._learned &= members.keys()
-            pools = {key: self._pool(key, group) for key, group in members.items() if not _is_measured(group)}
+            pools = {key: self._pool(key, group) for key, group in members.items() if self._needs_pool(key, group)}
         for key, group in members.items():
-            measured = _is_measured(group)
+            middle = _middle(group) if _is_measured(group) else None
+            measured = sum(worker.found is not None for worker in group)
             pooled = _estimate_of_pool(group[0].prior, pools.get(key), now - self._window_seconds)
-            found = _middle(group) if measured else pooled
-            if found is not None:
+            known = [found for found in (middle, pooled) if found is not None]
+            if known:
                 self._learned.add(key)
-                self._groups[key] = _of_group(self._groups[key], group[0].prior, found)
+                self._groups[key] = _of_group(self._groups[key], group[0].prior, known)
             elif key not in self._learned:
                 self._groups[key] = _of_said(self._groups[key], group)
             for worker in group:
-                by = 0.5 * OTHER_THAN_GROUP if worker.own else OTHER_THAN_GROUP
-                own = worker.found is not None and worker.found.differs(self._groups[key], by)
-                worker.own = own and (measured or worker.own)
+                worker.own = _is_other(worker, self._groups[key], middle, measured)
             self._unmeasured[key] = _of_unmeasured(self._groups[key], group)
 
+    def _needs_pool(self, key: Hashable, group: list[_Measured]) -> bool:
+        """Whether a group's samples are looked at together: until most workers are measured, and as long as its prior
+        is kept: two that are each not sure enough that it is wrong may be so together."""
+        return not _is_measured(group) or (self._groups[key] == PRIOR and len(group) > 1)
+
     def _pool(self, key: Hashable, group: list[_Measured]) -> list[tuple[bytes, bytes]]:
-        """The samples of a group of which few workers are measured for themselves, if there are new ones."""
+        """The samples of all of a group, if there are new ones."""
         seen = sum(sum(self._core.timings.counts(worker.index)[:2]) for worker in group)
         if seen == self._pooled.get(key, 0):
             return []
@@ -226,12 +230,26 @@ def _of_said(taken: Logs, group: list[_Measured]) -> Logs:
     return said[(len(said) - 1) // 2] if said else taken
 
 
-def _of_group(taken: Logs, prior: CostModel, found: Estimate) -> Logs:
-    """The factors of a group after an estimate, where they are worth a change: that of its middle worker, or of all
-    samples together as long as most have none."""
+def _of_group(taken: Logs, prior: CostModel, known: list[Estimate]) -> Logs:
+    """The factors of a group after estimates of it, the first of them that is worth a change: of its middle worker, of
+    all samples together."""
     kept = taken == PRIOR and prior.name != NEUTRAL.name
     by = PRIOR_WRONG if kept else WORTH_PUBLISHING
-    return rounded(found.logs) if found.differs(taken, by) else taken
+    return next((rounded(found.logs) for found in known if found.differs(taken, by)), taken)
+
+
+def _is_other(worker: _Measured, taken: Logs, middle: Estimate | None, measured: int) -> bool:
+    """Whether a worker's factors are not its group's: surely others than what is taken for the group and than what the
+    middle one of those that are measured has, until they are near the former. What the middle one has counts too, for
+    what is taken may be a prior that is as wrong for all of them, and of which one has been sure first."""
+    found = worker.found
+    if found is None:
+        return False
+    if worker.own:
+        return found.is_apart(taken, 0.5 * OTHER_THAN_GROUP)
+    if middle is None or not found.differs(taken, OTHER_THAN_GROUP):
+        return False
+    return found.is_other(middle, measured, OTHER_THAN_GROUP)
 
 
 def _are_apart(logs: Logs, others: Logs) -> bool:

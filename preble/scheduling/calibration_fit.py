@@ -29,6 +29,7 @@ SAMPLES_MIN = 8  # of both kinds together, before anything is known
 HALF_LIFE_SAMPLES = 12  # so many samples of its kind later one weighs half
 OWN_SHARE_MIN = 0.5  # of a decode's time, by the model, that must be its own and not others' prefills
 SURE = 3.0  # standard errors
+MEDIAN_VARIANCE = math.pi / 2.0  # of a median, as a multiple of a mean's
 SPREAD_MIN = 0.1  # of samples, in logarithms; what is smaller is luck
 SPREAD_OF_ONE = 1.0  # the same of few, over the root of their number: four factors fit four samples, whatever these are
 APART = 1.0  # standard deviation of one factor from all, and of all from 1, before any sample: prior of the fit
@@ -56,11 +57,25 @@ class Estimate:
 
     def differs(self, logs: Logs, by: float) -> bool:
         """Whether prefill or decode is surely further from what these factors say than `by`."""
+        prefill, decode = self._distances(logs)
+        return prefill > by + SURE * self.prefill_error or decode > by + SURE * self.decode_error
+
+    def is_other(self, middle: Estimate, workers: int, by: float) -> bool:
+        """Whether prefill or decode is surely further from those of the middle one of so many workers than `by`: what
+        is middle is not sure, either, but the more so the more there are."""
+        share = min(1.0, MEDIAN_VARIANCE / workers)
+        errors = ((self.prefill_error, middle.prefill_error), (self.decode_error, middle.decode_error))
+        limits = (by + SURE * math.hypot(own, other * math.sqrt(share)) for own, other in errors)
+        return any(distance > limit for distance, limit in zip(self._distances(middle.logs), limits, strict=True))
+
+    def is_apart(self, logs: Logs, by: float) -> bool:
+        """Whether prefill or decode is further from what these factors say than `by`, as far as is known."""
+        return max(self._distances(logs)) > by
+
+    def _distances(self, logs: Logs) -> tuple[float, float]:
+        """How far prefill and decode are from what these factors say."""
         (prefill, decode), (other_prefill, other_decode) = self.factors(self.logs), self.factors(logs)
-        return (
-            abs(prefill - other_prefill) > by + SURE * self.prefill_error
-            or abs(decode - other_decode) > by + SURE * self.decode_error
-        )
+        return abs(prefill - other_prefill), abs(decode - other_decode)
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
