@@ -90,6 +90,9 @@ cdef struct Prices:              # what is the same for all workers in one decis
     uint32_t usable
     double prefill               # P of such a worker
     double context_seconds       # 0.3 o b of such a worker
+    double own                   # P (1 + kappa) of such a worker
+    double each_live             # what each request that it has adds to a total there
+    double full_share            # of a second of load, of one half of the time observed
 
 cdef struct Choice:
     uint32_t worker              # NONE: nobody may take it

@@ -84,6 +84,7 @@ cdef double COPY_SECONDS = 0.05  # for the room that a copy takes of what others
 cdef double LOAD_SHARE = 0.02    # of a second of load,
 cdef double HALF_BUSY = 0.5      # on a worker that is busy for so much of its time or more
 cdef double OTHERS_MIN = 0.001
+cdef double ROUNDED_UP = 1.0 + 1e-12  # a sum in another order
 cdef double WEIGHT_MIN = 1e-9    # seconds; less may be nothing, rounded
 cdef double UNSEEN_DELAYS = 20.0  # so many delays of other routers' reports is their work that a decision reckons with
 cdef double DRAW_QUEUE_WEIGHT = 3.0  # how often a queue counts again in a draw
@@ -170,7 +171,11 @@ cdef double level_of(const Scratch* s, double unseen) noexcept nogil:
 
 cdef inline void fit(Terms* terms, const Row* row, uint32_t held, uint32_t count) noexcept nogil:
     """Fill in what a worker can use of a prompt of which it holds so much."""
-    cdef uint32_t block_size = load32(&row.block_size), most = count - 1
+    cdef uint32_t block_size, most = count - 1
+    terms.whole = terms.usable = terms.passes = 0
+    if held == 0:
+        return
+    block_size = load32(&row.block_size)
     terms.whole = held
     if block_size > 1:
         terms.whole -= held % block_size
@@ -207,6 +212,15 @@ cdef inline double evicted_share(const WorkerMarks* marks, const Row* row, int64
     cdef int64_t room = (load_signed(&marks.capacity) - load_signed(&marks.tokens) + load_signed(&marks.away)
                          - load32(&row.live_output_tokens))
     return lacking_share(room, missed, prices)
+
+
+cdef inline double least_beside(const Row* row, const Prices* prices) noexcept nogil:
+    """At most what a worker's total comes to beside the prompt's own prefill and what is ahead: what is known of it by
+    a look at one row, without a division."""
+    cdef double load = load_double(&row.load_seconds)
+    return (load32(&row.live_requests) * prices.each_live
+            + prices.context_seconds * load32(&row.live_prompt_tokens)
+            + LOAD_SHARE * load * min(load * prices.full_share, 1.0))
 
 
 cdef inline void charge_copy(Terms* terms, uint32_t worker, uint32_t least_held, const Prices* prices) noexcept nogil:
@@ -447,7 +461,8 @@ cdef class E2:
         prices.evicted_uses = EVICTED_USES * load_double(&self.loads.hit_share)
         prices.passed = PASSED_SHARE / request.count if self.goes_on(request) else 0.0
         prices.alike = prices.usable = prices.home = NONE
-        prices.prefill = prices.context_seconds = 0.0
+        prices.prefill = prices.context_seconds = prices.own = prices.each_live = 0.0
+        prices.full_share = 1.0 / (HALF_BUSY * prices.longest)
         prices.some_below = load_signed(&self.tree.t.below) != 0
         return prices
 
@@ -461,6 +476,8 @@ cdef class E2:
         prices.prefill = prefill_seconds(cost, count - usable, count) if cost != NULL else 0.0
         prices.context_seconds = (TOGETHER_SHARE * prices.output_tokens * cost.context_slope
                                   if cost != NULL else 0.0)
+        prices.own = prices.prefill * (1.0 + prices.pressure)
+        prices.each_live = REQUEST_SECONDS + INTERRUPTED_SHARE * prices.prefill + prices.context_seconds * count
 
     cdef double sent_away_seconds(self, uint32_t worker, int64_t missed, const Terms* terms,
                                   const Prices* prices) noexcept nogil:
@@ -622,7 +639,8 @@ cdef class E2:
         saved up for a copy: no term but that is negative. `there` becomes the terms of the best holder.
         """
         cdef uint32_t first = s.count if least_held != NONE else 0, i, at, service, home = NONE
-        cdef double ahead, bound
+        cdef double ahead, bound, at_least = 0.0
+        cdef bint alike
         cdef Row* row
         cdef Outstanding holders
         cdef Terms terms, least
@@ -633,11 +651,18 @@ cdef class E2:
         least.total = there.total = INFINITY
         terms.loading = 0.0
         terms.loaded[HOST] = terms.loaded[DISK] = 0
+        bound = INFINITY
         for at in range(first + s.workers):
             if at == first and home != NONE:
                 self.save_up(request, least_held, home, &holders, there, prices, &choice)
+                bound = (least.total + choice.credit) * ROUNDED_UP
             i = s.met[at] if at < first else at - first
             row = &self.loads.rows[i]
+            alike = s.held[i] == 0 and prices.usable == 0 and load32(&row.alike) == prices.alike
+            if alike:                            # as most of a large fleet are, who are passed over here
+                at_least = prices.own + least_beside(row, prices)
+                if at_least > bound:
+                    continue
             service = load32(&row.eligible)
             if service == NO_REQUEST:
                 continue
@@ -650,25 +675,27 @@ cdef class E2:
                 continue
             if at < first:
                 self.add_outstanding(&holders, i, prices.now)
-            if load32(&row.alike) != prices.alike or terms.usable != prices.usable:
-                self.price_of(prices, i, terms.usable, request.count)
-            bound = least.total + choice.credit if terms.whole < least_held else there.total
+            if not alike:
+                if load32(&row.alike) != prices.alike or terms.usable != prices.usable:
+                    self.price_of(prices, i, terms.usable, request.count)
+                at_least = prices.own + least_beside(row, prices)
             ahead = self.ahead_seconds(i, prices.now) * still_ahead(&terms, prices)
-            if ahead + prices.prefill + prices.prefill * prices.pressure > bound:
+            if at_least + ahead > bound:
                 continue
             self.weigh_most(&terms, i, request, ahead, prices)
             if terms.total > bound:
                 continue
             self.weigh_behind(&terms, i, request, prices)
             charge_copy(&terms, i, least_held, prices)
-            if terms.whole < least_held and choice.credit > 0.0:
+            if at >= first and choice.credit > 0.0:
                 self.set_credit(&terms, i, request, there, choice.credit, prices)
             if choice.worker == NONE or self.better(&terms, i, &least, choice.worker):
                 choice.worker = i
                 least = terms
-            if terms.whole >= least_held and (home == NONE or self.better(&terms, i, there, home)):
+            if at < first and (home == NONE or self.better(&terms, i, there, home)):
                 home = i
                 there[0] = terms
+            bound = (least.total + choice.credit) * ROUNDED_UP
         if home != NONE and there.total - least.total <= self.unseen_seconds * load_double(&self.loads.others):
             choice.worker = home
             least = there[0]

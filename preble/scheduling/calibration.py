@@ -77,6 +77,7 @@ class Calibrator:
         self._unmeasured: dict[Hashable, Logs] = {}  # and for those of them without samples
         self._pooled: dict[Hashable, int] = {}  # samples that were last looked at together
         self._learned: set[Hashable] = set()  # groups of which more is known than what workers said of themselves
+        self._changed = False  # since groups were last looked at: who is there, what is known of somebody, or published
 
     def opened(self, name: str, index: int, prior: CostModel, published: CostModel, guessed: bool = False) -> None:
         """A worker joined, whose decisions reckon with `published`: its prior, or what was known of it when it was
@@ -84,6 +85,7 @@ class Calibrator:
         logs = logs_between(prior, published)
         worker = _Measured(index, prior, key_of(prior), logs, said=logs if guessed else None)
         self._workers[name] = worker
+        self._changed = True
         self._groups.setdefault(worker.key, logs)
         if not guessed and logs != PRIOR:
             self._learned.add(worker.key)
@@ -91,15 +93,16 @@ class Calibrator:
     def closed(self, name: str) -> None:
         """A worker left."""
         self._workers.pop(name, None)
+        self._changed = True
 
     def tick(self, now: float) -> None:
         """Look at new samples of some workers in turn, and publish what changes decisions. Takes the writers' lock for
         microseconds at a time."""
         for name in list(self._workers)[:WORKERS_PER_TICK]:
             self._measure(name, now)
-        self._regroup(now)
-        for name in list(self._workers):
-            self._publish(name)
+        if self._regroup(now):
+            for name in list(self._workers):
+                self._publish(name)
 
     def _measure(self, name: str, now: float) -> None:
         with self._core.tree:
@@ -119,9 +122,11 @@ class Calibrator:
         worker.seen = seen
         if found is not None:
             worker.found, worker.fitted_at = found, now
+            self._changed = True
 
-    def _regroup(self, now: float) -> None:
-        """The factors of each group, moved where that is worth it, and who differs from its group."""
+    def _regroup(self, now: float) -> bool:
+        """The factors of each group, moved where that is worth it, and who differs from its group; False where nothing
+        can have changed."""
         members: dict[Hashable, list[_Measured]] = {}
         with self._core.tree:
             for worker in self._workers.values():
@@ -129,6 +134,9 @@ class Calibrator:
             self._groups = {key: self._groups.get(key, PRIOR) for key in members}
             self._learned &= members.keys()
             pools = {key: self._pool(key, group) for key, group in members.items() if self._needs_pool(key, group)}
+            if not self._changed and not any(pools.values()):
+                return False
+            self._changed = False
         for key, group in members.items():
             middle = _middle(group) if _is_measured(group) else None
             measured = sum(worker.found is not None for worker in group)
@@ -142,6 +150,7 @@ class Calibrator:
             for worker in group:
                 worker.own = _is_other(worker, self._groups[key], middle, measured)
             self._unmeasured[key] = _of_unmeasured(self._groups[key], group)
+        return True
 
     def _needs_pool(self, key: Hashable, group: list[_Measured]) -> bool:
         """Whether a group's samples are looked at together: until most workers are measured, and as long as its prior
@@ -174,6 +183,7 @@ class Calibrator:
             self._core.reprice_credits(swap_cost(self._core.tree, self._core.loads, worker.index, model))
             worker.published = wanted
             worker.changes += 1
+            self._changed = True
 
     def stats(self, name: str) -> dict[str, Any]:
         """What is known of a worker's cost: the model that decisions reckon with, as coefficients; the factors on its
