@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import functools
 import gzip
+import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ import numpy as np
 
 from benchmarks.live.engine_load import Request
 
-TRAFFICS = ("documents", "agents", "system prompt", "viral document")
+TRAFFICS = ("documents", "agents", "system prompt", "viral document", "coding agents")
 DOCUMENTS = 18
 DOCUMENT_TOKENS = (1200, 2000)
 SYSTEM_TOKENS, USERS, USER_TOKENS = 1500, 40, 150
@@ -71,6 +73,7 @@ class Sources:
 
     files: tuple[Path, ...]
     agents: Path
+    coding: Path
     encode: Encode
 
 
@@ -132,6 +135,27 @@ def agent_turns(messages: Sequence[dict[str, Any]], encode: Encode, rng: np.rand
     return turns
 
 
+def coding_sessions(archive: Path) -> list[list[str]]:
+    """The prompts of each session of mini-swe-agent, in the order in which they were sent."""
+    found = []
+    with tarfile.open(archive) as content:
+        for member in sorted(content.getmembers(), key=lambda member: member.name):
+            file = content.extractfile(member) if member.name.startswith("miniswe/") else None
+            if file is not None:
+                found.append([json.loads(line)["input"] for line in file])
+    return found
+
+
+@functools.lru_cache(maxsize=2)
+def coding_prompts(sources: Sources) -> list[list[str]]:
+    """Those of each session that come before the first that does not fit into an engine's context."""
+    fits = [
+        list(itertools.takewhile(lambda text: len(sources.encode(text)) <= AGENT_TOKENS, texts))
+        for texts in coding_sessions(sources.coding)
+    ]
+    return [texts for texts in fits if texts]
+
+
 # --- the traffics -----------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +168,8 @@ def make_sessions(traffic: str, sources: Sources, rps: float, seconds: float, se
         return users_of_one_prompt(sources, arrivals(rng, rps, seconds), rng)
     if traffic == "agents":
         return agents(sources, rps, seconds, rng)
+    if traffic == "coding agents":
+        return coding_agents(sources, rps, seconds, rng)
     raise ValueError(f"no traffic {traffic!r}; there are {', '.join(TRAFFICS)}")
 
 
@@ -177,12 +203,37 @@ def agents(sources: Sources, rps: float, seconds: float, rng: np.random.Generato
     """Real dialogues, each an agent's; so many begin that `rps` turns are due each second."""
     found = [agent_turns(one, sources.encode, rng) for one in dialogues(sources.agents)]
     found = [turns for turns in found if turns]
-    mean_turns = sum(map(len, found)) / len(found)
-    lead = TURN_SECONDS * max(map(len, found))
-    order = rng.permutation(len(found))
-    times = arrivals(rng, rps / mean_turns, lead + seconds)
-    made = [within(number, at - lead, found[order[number % len(found)]], seconds) for number, at in enumerate(times)]
+    return [
+        session
+        for key, start, number in begun(list(map(len, found)), rps, seconds, rng)
+        if (session := within(key, start, found[number], seconds)).turns
+    ]
+
+
+def coding_agents(sources: Sources, rps: float, seconds: float, rng: np.random.Generator) -> list[Session]:
+    """The same of sessions that have no word in common: of each that begins, prompts open with a line of its own."""
+    found = coding_prompts(sources)
+    made = []
+    for key, start, number in begun(list(map(len, found)), rps, seconds, rng):
+        pauses = [0.0, *map(float, rng.exponential(PAUSE_SECONDS, len(found[number]) - 1))]
+        texts = [f"[session {key}]\n{text}" for text in found[number]]
+        turns = [Turn(text, [], pause) for text, pause in zip(texts, pauses, strict=True)]
+        session = within(key, start, turns, seconds)
+        session = replace(session, turns=[replace(one, token_ids=sources.encode(one.text)) for one in session.turns])
+        made.append(session)
     return [session for session in made if session.turns]
+
+
+def begun(
+    turns: Sequence[int], rps: float, seconds: float, rng: np.random.Generator
+) -> Iterator[tuple[int, float, int]]:
+    """(key, when its first turn is due, which it is) of dialogues with so many turns each, those that began before the
+    run with them."""
+    lead = TURN_SECONDS * max(turns)
+    order = rng.permutation(len(turns))
+    times = arrivals(rng, rps * len(turns) / sum(turns), lead + seconds)
+    for key, at in enumerate(times):
+        yield key, at - lead, int(order[key % len(turns)])
 
 
 def within(key: int, start: float, turns: Sequence[Turn], seconds: float) -> Session:

@@ -366,13 +366,16 @@ async def measure(args: argparse.Namespace, engine: str, load: float, until: flo
         return
     model = model_of(args)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    sources = Sources(tuple(stdlib_files()), args.agents, lambda text: list(tokenizer.encode(text).ids))
+    sources = Sources(
+        tuple(stdlib_files()), args.agents, args.coding_agents, lambda text: list(tokenizer.encode(text).ids)
+    )
+    needs = {"agents": args.agents, "coding agents": args.coding_agents}
     shape = engine_fleet.Shape(model, args.device, args.workers, args.capacity_tokens, args.max_running, args.base_port)
     with contextlib.ExitStack() as stack:
         bench = Bench(args, arm_fleet.EngineFleet(engine, python, shape, stack), sources)
         for traffic in args.traffic:
-            if traffic == "agents" and not args.agents.exists():
-                print(f"agents are left out: {args.agents.name} is missing", flush=True)
+            if traffic in needs and not needs[traffic].exists():
+                print(f"{traffic} are left out: {needs[traffic].name} is missing", flush=True)
                 continue
             await measure_traffic(bench, traffic, load, until)
 
@@ -439,8 +442,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--engines", type=Path, default=ROOT / ".engines", help="environments of tests/live/install.py")
     made.add_argument("--peers", type=Path, default=ROOT / ".venv-peers/bin/python", help="Python with the gateways")
-    agents = shared / "workloads" / "agents" / "taubench_gpt4o_airline.json.gz"
-    made.add_argument("--agents", type=Path, default=agents, help="dialogues of tau-bench")
+    agents = shared / "workloads" / "agents"
+    dialogues, traces = agents / "taubench_gpt4o_airline.json.gz", agents / "lmcache_agent_traces.tar.xz"
+    made.add_argument("--agents", type=Path, default=dialogues, help="dialogues of tau-bench")
+    made.add_argument("--coding-agents", type=Path, default=traces, help="sessions of mini-swe-agent")
     made.add_argument("--json", type=Path, help="where runs are kept (live-arms.jsonl, of a GPU live-arms-gpu.jsonl)")
     made.add_argument("--decisions", type=Path, help="a directory for all decisions of Preble, for who asks why")
     made.add_argument("--report", action="store_true", help="measure nothing")

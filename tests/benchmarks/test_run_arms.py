@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import io
 import json
 import os
 import sys
+import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +36,8 @@ DIALOGUE = [
     {"role": "assistant", "content": "done"},
 ]
 
+CODING = ["mend it", "mend it then look", "mend it then look and write", "w " * (arm_traffic.AGENT_TOKENS + 1), "end"]
+
 
 @pytest.fixture
 def sources(tmp_path: Path) -> arm_traffic.Sources:
@@ -44,7 +48,18 @@ def sources(tmp_path: Path) -> arm_traffic.Sources:
         files[-1].write_text(" ".join(f"w{number}x{k}" for k in range(1510 + number)))
     with gzip.open(tmp_path / "agents.json.gz", "wt") as output:
         json.dump([{"traj": DIALOGUE}] * 3, output)
-    return arm_traffic.Sources(tuple(files), tmp_path / "agents.json.gz", lambda text: list(map(hash, text.split())))
+    with tarfile.open(tmp_path / "coding.tar.xz", "w:xz") as archive:
+        for name, lines in [("miniswe/a", CODING), ("miniswe/b", CODING[:2]), ("taubench/c", CODING)]:
+            content = "".join(json.dumps({"input": line}) + "\n" for line in lines).encode()
+            member = tarfile.TarInfo(f"{name}.jsonl")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return arm_traffic.Sources(
+        tuple(files),
+        tmp_path / "agents.json.gz",
+        tmp_path / "coding.tar.xz",
+        lambda text: list(map(hash, text.split())),
+    )
 
 
 class ScriptedBench(run_arms.Bench):
@@ -318,6 +333,18 @@ def test_an_agents_turn_goes_on_from_the_one_before(sources: arm_traffic.Sources
     first, second = arm_traffic.agent_turns(DIALOGUE, sources.encode, np.random.default_rng(1))
     assert first.text == "[system] be brief\n[user] hello\n[assistant] " and first.pause_seconds == 0.0
     assert second.text == first.text + 'yes[{"name": "look"}]\n[tool] found\n[assistant] ' and second.pause_seconds > 0
+
+
+def test_coding_sessions_end_before_the_first_prompt_that_does_not_fit_and_have_no_line_in_common(
+    sources: arm_traffic.Sources,
+) -> None:
+    assert arm_traffic.coding_prompts(sources) == [CODING[:3], CODING[:2]]
+    made = arm_traffic.make_sessions("coding agents", sources, 5.0, 40.0, 1)
+    firsts = [one.turns[0].text.partition("\n")[0] for one in made]
+    assert firsts == [f"[session {one.key}]" for one in made] and len(set(firsts)) == len(firsts)
+    whole = next(one for one in made if len(one.turns) == 3)
+    assert [turn.text.partition("\n")[2] for turn in whole.turns] == CODING[:3]
+    assert whole.turns[2].token_ids == sources.encode(whole.turns[2].text) and whole.turns[1].pause_seconds > 0.0
 
 
 def test_a_dialogue_has_the_turns_that_are_due_within_the_run() -> None:
