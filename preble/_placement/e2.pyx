@@ -639,7 +639,7 @@ cdef class E2:
         saved up for a copy: no term but that is negative. `there` becomes the terms of the best holder.
         """
         cdef uint32_t first = s.count if least_held != NONE else 0, i, at, service, home = NONE
-        cdef double ahead, bound, at_least = 0.0
+        cdef double ahead, at_least, bound = INFINITY
         cdef bint alike
         cdef Row* row
         cdef Outstanding holders
@@ -651,7 +651,6 @@ cdef class E2:
         least.total = there.total = INFINITY
         terms.loading = 0.0
         terms.loaded[HOST] = terms.loaded[DISK] = 0
-        bound = INFINITY
         for at in range(first + s.workers):
             if at == first and home != NONE:
                 self.save_up(request, least_held, home, &holders, there, prices, &choice)
@@ -659,19 +658,16 @@ cdef class E2:
             i = s.met[at] if at < first else at - first
             row = &self.loads.rows[i]
             alike = s.held[i] == 0 and prices.usable == 0 and load32(&row.alike) == prices.alike
-            if alike:                            # as most of a large fleet are, who are passed over here
-                at_least = prices.own + least_beside(row, prices)
-                if at_least > bound:
-                    continue
+            at_least = prices.own + least_beside(row, prices) if alike else 0.0
+            if at_least > bound:                 # as most of a large fleet are
+                continue
             service = load32(&row.eligible)
             if service == NO_REQUEST:
                 continue
             fit(&terms, row, s.held[i], request.count)
             if s.some_away:
                 load(&terms, s, i)
-            if (terms.whole >= least_held) != (at < first):
-                continue
-            if service == CACHED_ONLY and terms.whole < least_held:
+            if (terms.whole >= least_held) != (at < first) or (service == CACHED_ONLY and at >= first):
                 continue
             if at < first:
                 self.add_outstanding(&holders, i, prices.now)
