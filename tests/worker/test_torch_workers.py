@@ -36,7 +36,7 @@ from tests.support.transport import (
 
 pytest_plugins = ["tests.support.torch_fixtures"]
 
-SAMPLING = SamplingParams(max_new_tokens=120, ignore_eos=True)
+SAMPLING = SamplingParams(max_new_tokens=480, ignore_eos=True)
 SHORT = SamplingParams(max_new_tokens=12, ignore_eos=True)
 TOKEN_BYTES = 1536
 # Computing is never worth while beside a transfer, however long that takes here.
