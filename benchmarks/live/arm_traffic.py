@@ -211,7 +211,7 @@ def agents(sources: Sources, rps: float, seconds: float, rng: np.random.Generato
 
 
 def coding_agents(sources: Sources, rps: float, seconds: float, rng: np.random.Generator) -> list[Session]:
-    """The same of sessions that have no word in common: of each that begins, prompts open with a line of its own."""
+    """The same of sessions that have no prefix in common: prompts of each that begins open with a line of its own."""
     found = coding_prompts(sources)
     made = []
     for key, start, number in begun(list(map(len, found)), rps, seconds, rng):

@@ -1,12 +1,12 @@
 """Ways to place requests over live engines, at parts of what a fixed partition can take: TTFT, latency, hits.
 
-    python -m benchmarks.live.run_arms                     0.95 of the saturation, three repetitions: some two hours
+    python -m benchmarks.live.run_arms                     0.95 of the saturation, three repetitions: two to three hours
     python -m benchmarks.live.run_arms --minutes 5                             as far as it gets; the next call goes on
     python -m benchmarks.live.run_arms --engine sglang --traffic documents --repetitions 2 --arms smg "round robin"
-    python -m benchmarks.live.run_arms --load 0.95 0.8 0.5 --repetitions 5     whole: some twelve hours
+    python -m benchmarks.live.run_arms --load 0.95 0.8 0.5 --repetitions 5     whole: some fifteen hours
     python -m benchmarks.live.run_arms --report            measures nothing: the page of what there is
 
-What the bars are about comes first: the highest load, SGLang before vLLM, documents and agents before other traffic.
+What the bars are about comes first: the highest load, SGLang before vLLM, documents and agents before the rest.
 For each engine and traffic the saturation of the fixed partition is found first: the highest rate at which no answer is
 later than `LATE` of the run's seconds, of the rates that are tried. A rate is given up at the first answer that is.
 Then every arm (`arm_fleet.ARMS`) runs at parts of it. Within a repetition all arms meet the same requests at the same
@@ -423,7 +423,8 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shared = Path(os.environ.get("PREBLE_SHARED", ROOT.parent / "shared"))
     made.add_argument("--engine", nargs="+", choices=arm_fleet.ENGINES, default=["sglang", "vllm"])
-    made.add_argument("--traffic", nargs="+", choices=TRAFFICS, default=list(TRAFFICS))
+    traffics = sorted(TRAFFICS, key=lambda traffic: traffic not in arm_report.BAR_TRAFFICS)
+    made.add_argument("--traffic", nargs="+", choices=TRAFFICS, default=traffics)
     made.add_argument("--load", nargs="+", type=float, default=[LOADS[0]], help="parts of the saturation (0.95)")
     made.add_argument("--arms", nargs="+", choices=arm_fleet.ARMS, default=list(arm_fleet.ARMS))
     made.add_argument("--repetitions", type=int, default=3)

@@ -9,7 +9,8 @@ operator what is behind it. Knows nothing of requests, prompts or policies.
   2. Workers with the same prior are a group, and the factors of its middle worker are taken for all of them, newcomers
      too, as long as a worker's own are not clearly others. Until most are measured, all samples of the group together
      say what is taken for all: were those that have samples first judged for themselves, a prior far off would make
-     them look another kind than the rest, and one side would get no request. Who is not measured is never taken for
+     them look another kind than the rest, and one side would get no request. After that, too, who is first measured
+     surely is no other kind than those that are not sure yet. Who is not measured is never taken for
      slower than those that are: who looks slow without a sample gets no request, and without one no sample. As long as
      nobody has samples, what workers say of requests that others sent them counts, and gives way to the first ones.
   3. A prior is kept until it is clearly wrong for what the worker usually does, and a model is published only where
@@ -35,6 +36,7 @@ FIT_AGAIN_SECONDS = 10.0  # for fewer
 WORKERS_PER_TICK = 32  # looked at in one tick, in turn; each is some milliseconds
 POOLED_MIN = 4  # samples of a whole group, before they say anything together
 POOLED_WORKERS_MAX = 32
+TOGETHER_WORKERS_MAX = 4  # of a group, all measured, whose samples may show together that a prior is wrong
 PRIOR_WRONG = 0.5  # in logarithms: 65 %. The samples' own bias is up to 25 % where a fleet is overloaded
 OTHER_THAN_GROUP = 0.5
 WORTH_PUBLISHING = 0.1
@@ -133,13 +135,13 @@ class Calibrator:
                 members.setdefault(worker.key, []).append(worker)
             self._groups = {key: self._groups.get(key, PRIOR) for key in members}
             self._learned &= members.keys()
-            pools = {key: self._pool(key, group) for key, group in members.items() if self._needs_pool(key, group)}
+            pools = {key: self._pool(key, self._together(key, group)) for key, group in members.items()}
             if not self._changed and not any(pools.values()):
                 return False
             self._changed = False
         for key, group in members.items():
             middle = _middle(group) if _is_measured(group) else None
-            measured = sum(worker.found is not None for worker in group)
+            measured = _measured_of(group)
             pooled = _estimate_of_pool(group[0].prior, pools.get(key), now - self._window_seconds)
             known = [found for found in (middle, pooled) if found is not None]
             if known:
@@ -152,18 +154,21 @@ class Calibrator:
             self._unmeasured[key] = _of_unmeasured(self._groups[key], group)
         return True
 
-    def _needs_pool(self, key: Hashable, group: list[_Measured]) -> bool:
-        """Whether a group's samples are looked at together: until most workers are measured, and as long as its prior
-        is kept: two that are each not sure enough that it is wrong may be so together."""
-        return not _is_measured(group) or (self._groups[key] == PRIOR and len(group) > 1)
+    def _together(self, key: Hashable, group: list[_Measured]) -> list[_Measured]:
+        """Whose samples are looked at together: everybody's until most workers are measured; then, where few are in a
+        group and its prior is kept, for of two neither may be sure enough alone that it is wrong."""
+        if not _is_measured(group):
+            return group[-POOLED_WORKERS_MAX:]
+        is_kept = self._changed and self._groups[key] == PRIOR
+        return group if is_kept and 1 < len(group) <= TOGETHER_WORKERS_MAX else []
 
     def _pool(self, key: Hashable, group: list[_Measured]) -> list[tuple[bytes, bytes]]:
-        """The samples of all of a group, if there are new ones."""
+        """The samples of all of these, if there are new ones."""
         seen = sum(sum(self._core.timings.counts(worker.index)[:2]) for worker in group)
         if seen == self._pooled.get(key, 0):
             return []
         self._pooled[key] = seen
-        return [self._core.timings.samples(worker.index) for worker in group[-POOLED_WORKERS_MAX:]]
+        return [self._core.timings.samples(worker.index) for worker in group]
 
     def _publish(self, name: str) -> None:
         with self._core.tree:
@@ -214,7 +219,12 @@ def confidence(error: float) -> float:
 
 def _is_measured(group: list[_Measured]) -> bool:
     """Whether most of a group's workers have estimates of their own."""
-    return 2 * sum(worker.found is not None for worker in group) > len(group)
+    return 2 * _measured_of(group) > len(group)
+
+
+def _measured_of(group: list[_Measured]) -> int:
+    """How many of a group's workers have estimates of their own."""
+    return sum(worker.found is not None for worker in group)
 
 
 def _estimate_of_pool(prior: CostModel, samples: list[tuple[bytes, bytes]] | None, since: float) -> Estimate | None:

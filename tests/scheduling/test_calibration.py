@@ -522,7 +522,7 @@ def learned(scheduler: GlobalScheduler, rows: list[tuple[Any, Any]]) -> list[lis
     """The models of the workers after each half second of samples."""
     core, given, prior = scheduler.core, Given(rows), CostModel.preset("mistral-7b/a6000")
     calibrator = Calibrator(
-        SimpleNamespace(tree=core.tree, loads=core.loads, timings=given, reprice_credits=bool), 180.0
+        SimpleNamespace(tree=core.tree, loads=core.loads, timings=given, reprice_credits=lambda factor: None), 180.0
     )
     for index, name in enumerate(scheduler.stats()["workers"]):
         calibrator.opened(name, index, prior, prior)
