@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 
 from tests.support.attach import FakeServer
 from tests.support.paths import ROOT
@@ -41,6 +42,12 @@ class ServerProcess:
         """Send a signal."""
         self.process.send_signal(number)
 
+    async def switch(self, number: signal.Signals) -> None:
+        """Send one of the two signals, and wait until it has been taken: no request sent later comes before it."""
+        self.process.send_signal(number)
+        assert self.process.stdout is not None
+        assert await asyncio.to_thread(self.process.stdout.readline)
+
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
         self.process.kill()
@@ -51,8 +58,22 @@ class ServerProcess:
 
 
 def slow_down(server: FakeServer) -> None:
-    """Or not any more."""
+    """Or speed up again."""
     server.prefill_seconds = 0.0 if server.prefill_seconds else PREFILL_SECONDS
+
+
+def freeze(server: FakeServer) -> None:
+    """Or thaw."""
+    if server.works.is_set():
+        server.freeze()
+    else:
+        server.thaw()
+
+
+def take(switch: Callable[[FakeServer], None], server: FakeServer) -> None:
+    """A signal has come: do what it stands for and say so."""
+    switch(server)
+    print("taken", flush=True)
 
 
 async def serve(kind: str, port: int, life: int) -> None:
@@ -61,8 +82,8 @@ async def serve(kind: str, port: int, life: int) -> None:
     server.pause_seconds = PAUSE_SECONDS
     await server.start()
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGUSR1, lambda: server.freeze() if server.works.is_set() else server.thaw())
-    loop.add_signal_handler(signal.SIGUSR2, slow_down, server)
+    loop.add_signal_handler(signal.SIGUSR1, take, freeze, server)
+    loop.add_signal_handler(signal.SIGUSR2, take, slow_down, server)
     sys.stdout.write(f"{server.port}\n")
     sys.stdout.flush()
     await asyncio.to_thread(sys.stdin.read)

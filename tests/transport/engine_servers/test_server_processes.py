@@ -70,25 +70,25 @@ async def test_an_engine_that_hangs_behind_a_living_front_is_left_and_one_that_i
     try:
         known = (collect(router.generate([n, *PROMPT], LONG)) for n in range(ON_TIME_MIN))
         await asyncio.gather(*known)  # it is known to work
-        first.signal(signal.SIGUSR2)  # prefills take much longer than a token is waited for
+        await first.switch(signal.SIGUSR2)  # prefills take much longer than a token is waited for
         _, chunks = await collect(router.generate(PROMPT, SHORT))
         assert chunks[-1].worker == names[0] and stuck.counters.suspect_spells == 0
-        first.signal(signal.SIGUSR2)
-        first.signal(signal.SIGUSR1)
+        await first.switch(signal.SIGUSR2)
+        await first.switch(signal.SIGUSR1)
         tokens, chunks = await collect(router.generate(PROMPT, SHORT))
         assert tokens == expected_tokens(PROMPT, 4) and {chunk.worker for chunk in chunks} == {names[1]}
         assert (stuck.state, stuck.why, stuck.counters.losses) == ("suspect", UNSTARTED, 0)
-        first.signal(signal.SIGUSR1)
+        await first.switch(signal.SIGUSR1)
         await until(lambda: stuck.state == "ready", "it makes tokens again")
 
         before = router.counters.output_tokens
         streams = [asyncio.ensure_future(collect(router.generate([n, *PROMPT], LONG))) for n in range(3)]
         await until(lambda: router.counters.output_tokens >= before + 10, "all are under way")
-        first.signal(signal.SIGUSR1)
+        await first.switch(signal.SIGUSR1)
         for n, (tokens, chunks) in enumerate(await asyncio.gather(*streams)):
             assert tokens == expected_tokens([n, *PROMPT], 60) and chunks[-1].worker == names[1]
         assert (stuck.state, stuck.why, stuck.counters.losses) == ("suspect", STALLED, 0)
-        first.signal(signal.SIGUSR1)
+        await first.switch(signal.SIGUSR1)
         await until(lambda: stuck.state == "ready", "it makes tokens again")
         await until(lambda: not router.stats()["live_requests"], "requests ended")
         assert_bookings_are_even(router)
