@@ -23,6 +23,7 @@ cdef struct Cost:                # coefficients of one engine, in seconds and to
     double pair_q
     double pair_s
     double pair_qs
+    double start                 # more than an iteration of decodes takes, where there is a prefill in it
 
 cdef struct Work:                # of one iteration, summed up
     double tokens

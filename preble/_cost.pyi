@@ -12,6 +12,7 @@ class CostModel:
         *,
         context: Sequence[float] = ...,
         pair: Sequence[float] = ...,
+        start: float = 0.0,
         name: str = "custom",
     ) -> None: ...
     def assert_monotone(self) -> None: ...

@@ -64,7 +64,7 @@ cdef double prefill_seconds(const Cost* cost, double missed, double context) noe
     """Seconds to prefill `missed` tokens that end a context of `context` tokens, alone in the batch."""
     if missed <= 0:
         return 0.0
-    return linear_part(cost, missed) + context_part(cost, context) + pair_part(cost, missed, context)
+    return cost.start + linear_part(cost, missed) + context_part(cost, context) + pair_part(cost, missed, context)
 
 
 cdef double token_seconds(const Cost* cost, double context, double batch) noexcept nogil:
@@ -109,11 +109,13 @@ cdef class CostModel:
 
     `knots` are (tokens in the batch, seconds) points, ascending in both; `context` is (from, flat, base, slope): flat
     seconds up to `from` context tokens, base + slope * context beyond; `pair` is (from, base, q, s, qs): attention of a
-    chunk, base + q * chunk + s * context + qs * chunk * context, where chunk * context > from. Raises InvalidConfig
-    when the result would not be monotone. `name`: what it is called in `stats` and messages.
+    chunk, base + q * chunk + s * context + qs * chunk * context, where chunk * context > from; `start`: seconds that an
+    iteration takes longer where there is a prefill in it (engines run decodes from a recorded graph, prefills not).
+    Raises InvalidConfig when the result would not be monotone. `name`: what it is called in `stats` and messages.
     """
 
-    def __init__(self, knots, *, context=(0.0, 0.0, 0.0, 0.0), pair=(0.0, 0.0, 0.0, 0.0, 0.0), str name="custom"):
+    def __init__(self, knots, *, context=(0.0, 0.0, 0.0, 0.0), pair=(0.0, 0.0, 0.0, 0.0, 0.0), start=0.0,
+                 str name="custom"):
         cdef Cost* c = &self.cost
         try:
             points = [_numbers("knots", point, 2) for point in knots]
@@ -131,6 +133,7 @@ cdef class CostModel:
             c.seconds[i] = seconds
         c.context_from, c.context_flat, c.context_base, c.context_slope = _numbers("context", context, 4)
         c.pair_from, c.pair_base, c.pair_q, c.pair_s, c.pair_qs = _numbers("pair", pair, 5)
+        c.start, = _numbers("start", (start,), 1)
         self.assert_monotone()
 
     def assert_monotone(self) -> None:
@@ -144,6 +147,8 @@ cdef class CostModel:
         cdef double start = max(c.context_from, 0.0), low = 0.0, high, slope
         cdef double root = sqrt(max(c.pair_from, 0.0))         # the shortest fresh prompt that meets the pair term
         cdef uint32_t i, at
+        if c.start < 0:
+            raise InvalidConfig(f"CostModel {self.name}: start must not be negative, got {c.start:g}")
         if c.context_slope < 0 or c.context_flat < 0 or c.context_base + c.context_slope * start < c.context_flat:
             raise InvalidConfig(f"CostModel {self.name}: context must neither be negative nor fall")
         if c.pair_s < 0 or c.pair_qs < 0 or self.pair_jump(root) < 0:
@@ -245,19 +250,20 @@ cdef class CostModel:
         `decode_contexts`: the context tokens of each decode, shape [decodes], any iterable; a list of ints and a numpy
         array of int32 or int64 are quickest. Raises InvalidInput. O(chunks + decodes)."""
         cdef Work work = Work(0, 0, 0)
-        cdef double q, s
+        cdef double q, s, start = 0.0
         for chunk, after in prefill_chunks:
             q = amount("prefill_chunks: new tokens", chunk)
             s = max(q, amount("prefill_chunks: context tokens", after))
             work.tokens += q
             work.context += s
             work.pair_seconds += pair_part(&self.cost, q, s)
+            start = self.cost.start if q > 0 else start
         if not PyObject_CheckBuffer(decode_contexts) or not self.add_array(&work, decode_contexts):
             for after in decode_contexts:
                 self.add_decode(&work, amount("decode_contexts", after))
         if work.tokens == 0:
             return 0.0
-        return linear_part(&self.cost, work.tokens) + context_part(&self.cost, work.context) + work.pair_seconds
+        return start + linear_part(&self.cost, work.tokens) + context_part(&self.cost, work.context) + work.pair_seconds
 
     cdef inline void add_decode(self, Work* work, double context) noexcept:
         work.tokens += 1
@@ -294,6 +300,7 @@ cdef class CostModel:
             "knots": [(c.at[i], c.seconds[i]) for i in range(c.knots)],
             "context": (c.context_from, c.context_flat, c.context_base, c.context_slope),
             "pair": (c.pair_from, c.pair_base, c.pair_q, c.pair_s, c.pair_qs),
+            "start": c.start,
         }
 
     def __reduce__(self):

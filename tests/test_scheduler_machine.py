@@ -23,7 +23,10 @@ SEGMENTS = [tuple(range(100 * i, 100 * i + size)) for i, size in enumerate([10, 
 COSTS = [
     preble.CostModel.preset("mistral-7b/a6000"),
     preble.CostModel(
-        [(0, 0.01), (16, 0.01), (64, 0.2)], context=(20, 0.001, 0.001, 1e-4), pair=(100, 0.0, 1e-4, 1e-4, 1e-5)
+        [(0, 0.01), (16, 0.01), (64, 0.2)],
+        context=(20, 0.001, 0.001, 1e-4),
+        pair=(100, 0.0, 1e-4, 1e-4, 1e-5),
+        start=0.05,
     ),
 ]
 prompts = st.builds(

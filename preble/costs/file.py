@@ -17,21 +17,23 @@ FORMAT = "preble-cost-model"
 VERSION = 1
 FILE_BYTES_MAX = 16 << 20
 COEFFICIENTS = {"knots", "context", "pair"}
+MAY_BE = {"start"}  # written where it is more than nothing: so files of models without it are read by older versions
 
 
 def write(
     path: str | os.PathLike[str], coefficients: Mapping[str, Any], measured: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a model's coefficients (`name`, `knots`, `context`, `pair`) and where they come from.
+    """Write a model's coefficients (`name`, `knots`, `context`, `pair`, `start`) and where they come from.
 
     The file appears whole or not at all. Raises `InvalidConfig` where it cannot be written, or `measured` is not JSON.
     """
     final = Path(path)
+    shown = sorted(COEFFICIENTS | {key for key in MAY_BE if coefficients.get(key)})
     content = {
         "format": FORMAT,
         "version": VERSION,
         "name": coefficients["name"],
-        "coefficients": {key: coefficients[key] for key in sorted(COEFFICIENTS)},
+        "coefficients": {key: coefficients[key] for key in shown},
         "measured": dict(measured or {}),
     }
     building = final.with_name(f".{final.name}.{os.getpid()}")
@@ -54,8 +56,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     coefficients, name = content.get("coefficients"), content.get("name")
     if not isinstance(name, str):
         raise refused(path, f"name must be a string, got {name!r}")
-    if not isinstance(coefficients, dict) or set(coefficients) != COEFFICIENTS:
-        raise refused(path, f"coefficients must be {', '.join(sorted(COEFFICIENTS))} and nothing else")
+    if not isinstance(coefficients, dict) or set(coefficients) - MAY_BE != COEFFICIENTS:
+        names = ", ".join(sorted(COEFFICIENTS))
+        raise refused(path, f"coefficients must be {names} and nothing else but {', '.join(sorted(MAY_BE))}")
     return {"name": name, **coefficients}
 
 

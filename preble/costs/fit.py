@@ -3,7 +3,8 @@
 Time over tokens has a knee (flat while the machine is not busy, then linear) and may have steps where an engine
 switches kernels, so the linear part is fitted in two forms: a convex one, bent at powers of two, and a monotone one,
 bent at measured token counts. Attention may start only above some product of chunk and context, which is searched
-for. The Bayesian information criterion decides how many bends the samples are worth.
+for. Where prefills and decodes were measured, what an iteration takes longer with a prefill in it is set apart from the
+rest. The Bayesian information criterion decides how many bends the samples are worth.
 
 Every weight is at least 0, so that what comes out is monotone. One may fall below, attention by chunk, as published
 fits have it: whether the rest makes up for it is `CostModel`'s to say, and there is always a fit in which nothing
@@ -26,6 +27,7 @@ SECONDS_MIN = 1e-6  # what a fitted model charges at the least
 BENDS = (64, 128, 256, 512, 1024, 2048)  # of the convex form
 CONVEX_END = 8192.0  # its last knot: beyond it goes on as a line
 KNOTS_MAX = 16
+PARTS = 8  # columns before the linear part's
 KNOTS_TRIED = 24  # before the least useful ones are dropped
 THRESHOLDS_KEPT = 8
 THRESHOLDS_FALLING = 2
@@ -37,12 +39,14 @@ SMALLEST_ERROR = 1e-4  # relative; nothing is gained by fitting closer than this
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Measured iterations, one row each: `count` sequences, each with `chunk` new tokens ending at `context`."""
+    """Measured iterations, one row each: `count` sequences, each with `chunk` new tokens ending at `context`. `start`:
+    1 where these are a prefill, or 0 in all rows where no decodes were measured."""
 
     count: Floats
     chunk: Floats
     context: Floats
     seconds: Floats
+    start: Floats
 
     @property
     def tokens(self) -> Floats:
@@ -79,20 +83,23 @@ class Fit:
         """Seconds of the linear part at its knots."""
         at = np.asarray(self.form.knots)
         parts = (_hinges if self.form.convex else _ramps)(at, self.form.knots)
-        rises = sum((weight * part for weight, part in zip(self.weights[7:], parts, strict=True)), np.zeros(len(at)))
+        rises = sum(
+            (weight * part for weight, part in zip(self.weights[PARTS:], parts, strict=True)), np.zeros(len(at))
+        )
         return np.asarray(np.maximum.accumulate(max(float(self.weights[0]), SECONDS_MIN) + rises))
 
 
 def fitted(
     prefills: Sequence[tuple[float, float, float]], decodes: Sequence[tuple[float, float, float]]
 ) -> Iterator[dict[str, object]]:
-    """`knots`, `context` and `pair` of `CostModel`, in seconds and tokens: the best fit first, then worse ones.
+    """`knots`, `context`, `pair` and `start` of `CostModel`, in seconds and tokens: the best fit first, then others.
 
     `prefills`: (missed tokens, context tokens, seconds > 0) of single prompts; `decodes`: (batch, context tokens of
     each, seconds > 0). At least one row in total. The last fit is monotone, as are most.
     """
-    rows = [(1.0, missed, max(missed, context), seconds) for missed, context, seconds in prefills]
-    rows += [(batch, 1.0, context, seconds) for batch, context, seconds in decodes]
+    start = 1.0 if decodes else 0.0
+    rows = [(1.0, missed, max(missed, context), seconds, start) for missed, context, seconds in prefills]
+    rows += [(batch, 1.0, context, seconds, 0.0) for batch, context, seconds in decodes]
     samples = Samples(*np.asarray(rows, np.float64).T)
     convex = _solve(samples, Form((0.0, *BENDS, CONVEX_END), 0.0, convex=True))
     fits = [convex, *_with_fewer_knots(samples, 0.0, falling=False)]
@@ -165,7 +172,8 @@ def _with_fewer_knots(samples: Samples, threshold: float, *, falling: bool) -> l
 
 def _solve(samples: Samples, form: Form) -> Fit:
     linear = (_hinges if form.convex else _ramps)(samples.tokens, form.knots)
-    columns = [np.ones(len(samples.seconds)), samples.count * samples.context, *_pairs(samples, form), *linear]
+    whole = np.ones(len(samples.seconds))
+    columns = [whole, samples.start, samples.count * samples.context, *_pairs(samples, form), *linear]
     scaled = np.column_stack(columns) / samples.seconds[:, None]
     weights = non_negative_least_squares(scaled, np.ones(len(scaled)))
     return Fit(form, weights, scaled @ weights - 1.0)
@@ -195,11 +203,12 @@ def _ramps(tokens: Floats, knots: tuple[float, ...]) -> list[Floats]:
 
 def _coefficients(fit: Fit) -> dict[str, object]:
     """Turn weights into knots and slopes. No iteration is free."""
-    context, base, fall, rise, *others = fit.weights[1:7].tolist()
+    start, context, base, fall, rise, *others = fit.weights[1:PARTS].tolist()
     return {
         "knots": list(zip(fit.form.knots, fit.line().tolist(), strict=True)),
         "context": (0.0, 0.0, 0.0, context),
         "pair": (fit.form.threshold, base, rise - fall, *others),
+        "start": start,
     }
 
 

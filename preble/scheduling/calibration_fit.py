@@ -1,10 +1,11 @@
-"""What a worker's timing samples say of its cost: least squares. Owns the estimate of its four factors and how sure it
+"""What a worker's timing samples say of its cost: least squares. Owns the estimate of its five factors and how sure it
 is. Needs numpy, so nothing imports it before there are samples.
 
-What the prior says of each sample is a sum of four terms, in seconds: iterations as short as decodes' are (floor), what
-more tokens in an iteration take (rise), attention over contexts, attention of long chunks (pair). The factors are those
-that make the sums fit best: least squares of logarithms, in which newer samples weigh more and outliers next to
-nothing. Where samples cannot distinguish terms, these keep the proportion they have in the prior.
+What the prior says of each sample is a sum of five terms, in seconds: iterations as short as decodes' are, without a
+prefill in them (floor) and with one (start), what more tokens in an iteration take (rise), attention over contexts,
+attention of long chunks (pair). The factors are those that make the sums fit best: least squares of logarithms, in
+which newer samples weigh more and outliers next to nothing. Where samples cannot distinguish terms, these keep the
+proportion they have in the prior.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .fits.robust_fit import robust_factors
 from .fits.sample_terms import decode_terms, prefill_terms
 
 Floats = npt.NDArray[np.float64]
-Covariance = list[list[float]]  # shape [4, 4]
+Covariance = list[list[float]]  # shape [5, 5]
 
 SAMPLES_MIN = 8  # of both kinds together, before anything is known
 HALF_LIFE_SAMPLES = 12  # so many samples of its kind later one weighs half
@@ -31,10 +32,14 @@ OWN_SHARE_MIN = 0.5  # of a decode's time, by the model, that must be its own an
 SURE = 3.0  # standard errors
 MEDIAN_VARIANCE = math.pi / 2.0  # of a median, as a multiple of a mean's
 SPREAD_MIN = 0.1  # of samples, in logarithms; what is smaller is luck
-SPREAD_OF_ONE = 1.0  # the same of few, over the root of their number: four factors fit four samples, whatever these are
+SPREAD_OF_ONE = 1.0  # the same of few, over the root of their number: five factors fit five samples, whatever these are
 APART = 1.0  # standard deviation of one factor from all, and of all from 1, before any sample: prior of the fit
 TOGETHER = 10.0  # of all far more: with 3, four samples of workers 30 times slower came to 22 times
-RIDGE: Floats = np.linalg.inv((APART**2 * np.eye(4) + TOGETHER**2 * np.ones((4, 4))).astype(np.float64))
+NEAR = 1.0  # of start from floor: what a prefill adds to an iteration is as likely nothing as more than all of it
+FREE = APART**2 * np.eye(5)
+FREE[0, 4] = FREE[4, 0] = APART**2
+FREE[4, 4] += NEAR**2
+RIDGE: Floats = np.linalg.inv((FREE + TOGETHER**2 * np.ones((5, 5))).astype(np.float64))
 
 AT, SECONDS = 0, 1  # columns of a sample; the others are read in `fits/sample_terms.pyx`
 BATCH_OF_EIGHT = np.array([[0.0, 0.0, 1.0, 512.0, 8.0, 0.0, 0.0, 0.0]])  # a decode's sample, of one iteration
@@ -115,8 +120,8 @@ def _recent(count: int) -> Floats:
 def _usual(terms: Floats, weights: Floats, prior: CostModel) -> Logs:
     """The terms of a worker's usual sample of a kind; where it has none, of a batch of eight."""
     found = weights @ terms / weights.sum() if len(weights) else decode_terms(prior, BATCH_OF_EIGHT, 0.0)[0][0]
-    floor, rise, context, pair = found.tolist()
-    return floor, rise, context, pair
+    floor, rise, context, pair, start = found.tolist()
+    return floor, rise, context, pair, start
 
 
 def fitted(terms: Floats, seconds: Floats, weights: Floats) -> tuple[Logs, Covariance]:

@@ -11,10 +11,10 @@ from ..errors import InvalidConfig
 from ..lazy_typing import Any
 from ..types import ServedWork
 
-Logs = tuple[float, float, float, float]  # logarithms of the factors on floor, rise, context and pair
+Logs = tuple[float, float, float, float, float]  # logarithms of the factors on floor, rise, context, pair and start
 Knots = Sequence[tuple[float, float]]  # (tokens, seconds)
 
-PRIOR: Logs = (0.0, 0.0, 0.0, 0.0)
+PRIOR: Logs = (0.0, 0.0, 0.0, 0.0, 0.0)
 DECODE_TOKENS = 64.0  # in a batch, up to which an iteration is taken for one of decodes
 KNOTS_MAX = 16
 FACTOR_MAX = 1e3
@@ -23,8 +23,8 @@ STEP = 0.05  # factors are rounded to multiples of it, in logarithms
 
 def rounded(logs: Logs) -> Logs:
     """The nearest factors that may be published."""
-    floor, rise, context, pair = (round(log / STEP) * STEP for log in logs)
-    return floor, rise, context, pair
+    floor, rise, context, pair, start = (round(log / STEP) * STEP for log in logs)
+    return floor, rise, context, pair, start
 
 
 def linear_seconds(knots: Knots, tokens: float) -> float:
@@ -42,14 +42,16 @@ def scaled(prior: CostModel, logs: Logs) -> CostModel:
     may fall in one of its tokens, and where the others do not make up for it, it gets the least factor of all."""
     if logs == PRIOR:
         return prior
-    floor, rise, context, pair = (math.exp(log) for log in logs)
+    floor, rise, context, pair, start = (math.exp(log) for log in logs)
     try:
-        return _times(prior, floor, rise, context, pair)
+        return _times(prior, floor, rise, context, pair, start)
     except InvalidConfig:
-        return _times(prior, floor, rise, context, min(floor, rise, context, pair))
+        return _times(prior, floor, rise, context, min(floor, rise, context, pair), start)
 
 
-def _times(prior: CostModel, floor: float, rise: float, context: float, pair: float) -> CostModel:
+def _times(prior: CostModel, floor: float, rise: float, context: float, pair: float, start: float) -> CostModel:
+    """`start` is the factor on the least that an iteration with a prefill takes, so on what it takes more than one of
+    decodes and these together: most priors know no difference, of which no factor would make any."""
     found: dict[str, Any] = prior.coefficients()
     knots: Knots = found["knots"]
     least = linear_seconds(knots, DECODE_TOKENS)
@@ -63,6 +65,7 @@ def _times(prior: CostModel, floor: float, rise: float, context: float, pair: fl
         points,
         context=(context_from, *(context * number for number in rest)),
         pair=(pair_from, *(pair * number for number in pairs)),
+        start=max(start * (found["start"] + least) - floor * least, 0.0),
         name=found["name"],
     )
 
@@ -85,38 +88,37 @@ def logs_between(prior: CostModel, published: CostModel) -> Logs:
     logs = [math.log(after / before) if before > 0.0 and after > 0.0 else None for before, after in pairs]
     instead = next((log for log in logs if log is not None), 0.0)
     limit = math.log(FACTOR_MAX)
-    floor, rise, context, pair = (min(max(instead if log is None else log, -limit), limit) for log in logs)
-    return rounded((floor, rise, context, pair))
+    floor, rise, context, pair, start = (min(max(instead if log is None else log, -limit), limit) for log in logs)
+    return rounded((floor, rise, context, pair, start))
 
 
 def logs_of_served(prior: CostModel, served: ServedWork) -> Logs:
     """The factors under which a prior takes as long for what a worker has served as the worker says that it took.
-    Decodes say how long short iterations are and what they take over contexts; what is left of a prefill, at least a
-    quarter, is its tokens. Of short prompts, or where nearly all of each was cached, next to nothing is left, and much
-    of that is others' prefills in the same iterations: what more tokens take changes as decodes did."""
+    Decodes say how long iterations without a prefill are and what they take over contexts; one factor for all the rest
+    is what prefills say, for their mean does not show how much of it begins one and how much is its tokens. Of short
+    prompts, or where nearly all of each was cached, much of it is others' prefills in the same iterations: all changes
+    as decodes did."""
     missed, context = max(round(served.missed_tokens), 1), max(round(served.prompt_tokens), 1)
     found: dict[str, Any] = prior.coefficients()
     expected = prior.prefill_time(missed, context)
-    short = min(linear_seconds(found["knots"], min(missed, DECODE_TOKENS)), expected)
+    short = min(found["start"] + linear_seconds(found["knots"], min(missed, DECODE_TOKENS)), expected)
     prefill = served.prefill_seconds / expected
     decode = prefill if served.token_seconds is None else served.token_seconds / prior.decode_time(1, context)
-    if short < 0.75 * expected:
-        left = max(served.prefill_seconds - decode * short, 0.25 * served.prefill_seconds)
-        prefill = left / (expected - short)
-    elif served.token_seconds is not None:
+    if short >= 0.75 * expected:
         prefill = decode
     decode, prefill = (min(max(factor, 1.0 / FACTOR_MAX), FACTOR_MAX) for factor in (decode, prefill))
-    return rounded((math.log(decode), math.log(prefill), math.log(decode), math.log(prefill)))
+    return rounded((math.log(decode), math.log(prefill), math.log(decode), math.log(prefill), math.log(prefill)))
 
 
-def _marks(model: CostModel) -> tuple[float, float, float, float]:
+def _marks(model: CostModel) -> tuple[float, float, float, float, float]:
     """A number of each term that its factor multiplies."""
     found: dict[str, Any] = model.coefficients()
     floor = linear_seconds(found["knots"], DECODE_TOKENS)
-    return floor, linear_seconds(found["knots"], 65536.0) - floor, found["context"][3], found["pair"][4]
+    rise = linear_seconds(found["knots"], 65536.0) - floor
+    return floor, rise, found["context"][3], found["pair"][4], found["start"] + floor
 
 
 def key_of(model: CostModel) -> Hashable:
     """Equal for models of one name that cost the same."""
     found: dict[str, Any] = model.coefficients()
-    return found["name"], tuple(found["knots"]), found["context"], found["pair"]
+    return found["name"], tuple(found["knots"]), found["context"], found["pair"], found["start"]

@@ -192,7 +192,7 @@ def lower_bounds(
     outputs = np.array([request.output_tokens for request in requests], np.int64)
     prices = Prices(cost_model, token_budget, int((prompts + outputs).max()))
     decode_floors = prices.one_token[prompts + outputs - 1] - prices.one_token[prompts]
-    one_token = np.diff(prices.one_token)[prompts - 1]
+    one_token = prices.start + np.diff(prices.one_token)[prompts - 1]
     releases = earliest_arrivals(requests, one_token + decode_floors)
     order = np.argsort(releases, kind="stable")
     owned, repeated = first_touch(requests, order)
@@ -300,10 +300,11 @@ class Prices:
 
     def __init__(self, cost_model: CostModel, token_budget: int, tokens_max: int) -> None:
         self._terms = CostTerms(cost_model)
+        self.start = self._terms.start
         context = np.arange(1, tokens_max + 1).astype(np.float64)
         token_rate = self._token_rate(token_budget)
         single = self._terms.pair_seconds(1.0, context)
-        prefill = token_rate + self._attention_price(context, token_budget)
+        prefill = token_rate + self.start / token_budget + self._attention_price(context, token_budget)
         decode = token_rate + self._context_rate() * context + single
         if min(prefill.min(), decode.min()) < 0.0:
             prefill, decode = np.zeros(tokens_max), np.zeros(tokens_max)
@@ -412,6 +413,7 @@ class CostTerms:
         self.seconds = np.array([seconds for _, seconds in found["knots"]])
         self.context: tuple[float, ...] = found["context"]
         self.pair: tuple[float, ...] = found["pair"]
+        self.start: float = found["start"]
 
     def linear(self, tokens: Any) -> Floats:
         """Seconds of the layers that see tokens only; beyond the last knot as between the last two."""

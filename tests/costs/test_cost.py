@@ -73,6 +73,19 @@ def test_a_70b_batch_is_charged_its_intercept_once() -> None:
     )
 
 
+def test_what_begins_a_prefill_is_charged_once_an_iteration_and_never_to_decodes() -> None:
+    knots = [(0, 0.02), (1000, 0.12)]
+    plain, model = CostModel(knots), CostModel(knots, start=0.1)
+    assert model.decode_time(10, 100, 4) == plain.decode_time(10, 100, 4)
+    assert model.iteration_time([], [100] * 4) == plain.iteration_time([], [100] * 4)
+    assert model.prefill_time(0, 50) == 0.0
+    assert model.prefill_time(500) == pytest.approx(plain.prefill_time(500) + 0.1)
+    for chunks in ([(5, 9)], [(5, 9), (7, 7)]):
+        for decodes in ([], [100] * 4):
+            assert model.iteration_time(chunks, decodes) == pytest.approx(plain.iteration_time(chunks, decodes) + 0.1)
+    assert model.iteration_time([(0, 9)], [100]) == plain.iteration_time([(0, 9)], [100]), "a chunk of nothing"
+
+
 # --- shape ------------------------------------------------------------------------------------------------------------
 
 
@@ -114,7 +127,7 @@ def any_model(draw: st.DrawFn) -> CostModel | None:
     start = draw(st.sampled_from([0, 100, 2**20]))
     pair = (start, draw(st.floats(-1e-2, 1e-2)), draw(st.floats(-5e-6, 5e-6)), draw(rates), draw(st.floats(0.0, 1e-8)))
     try:
-        return CostModel(knots, context=context, pair=pair)
+        return CostModel(knots, context=context, pair=pair, start=draw(st.sampled_from([0.0, 1e-4, 0.2])))
     except InvalidConfig:
         return None
 
@@ -176,6 +189,18 @@ def test_a_fit_recovers_the_model_that_made_the_samples() -> None:
         assert model.prefill_time(q, s) == pytest.approx(truth.prefill_time(q, s), rel=1e-3)
 
 
+@pytest.mark.parametrize("start", [0.0, 0.14])
+def test_a_fit_finds_what_begins_a_prefill_where_decodes_were_measured_too(start: float) -> None:
+    truth = CostModel([(0, 0.02), (8192, 0.8)], context=(0, 0, 0, 2e-6), start=start)
+    prefills = [(q, s, truth.prefill_time(q, s)) for q in (16, 64, 300, 700, 2500) for s in (3000, 12_000)]
+    decodes = [(n, c, truth.iteration_time(decode_contexts=[c] * n)) for n in (1, 16, 64) for c in (500, 4000)]
+    model = CostModel.fit(prefills, decode=decodes)
+    assert model.coefficients()["start"] == pytest.approx(start, abs=1e-4)
+    assert model.decode_time(1, 1000, 32) == pytest.approx(truth.decode_time(1, 1000, 32), rel=1e-3)
+    assert model.prefill_time(32, 5000) == pytest.approx(truth.prefill_time(32, 5000), rel=1e-3)
+    assert CostModel.fit(prefills).coefficients()["start"] == 0.0, "of prefills alone it is part of every iteration"
+
+
 def test_a_fit_of_the_h100_measurements_is_within_ten_percent_of_each() -> None:
     model = CostModel.fit([(q, s, ms / 1000) for q, s, ms in H100_POINTS])
     for q, s, ms in H100_POINTS:
@@ -231,6 +256,9 @@ def test_a_fit_refuses_samples_that_are_none(samples: list, message: str) -> Non
         ({"knots": [(0, 1.0)], "pair": (0, 0, 0, float("inf"), 0)}, "pair"),
         ({"knots": [(0, 1.0)], "pair": (0, 0, 0, -1e-9, 0)}, "pair"),
         ({"knots": [(0, 1.0)], "pair": (2**20, -0.1, 1e-9, 0, 0)}, "pair"),
+        ({"knots": [(0, 1.0)], "start": -1e-9}, "start must not be negative"),
+        ({"knots": [(0, 1.0)], "start": None}, "start must be"),
+        ({"knots": [(0, 1.0)], "start": float("nan")}, "start must be"),
         ({"knots": [(0, 1.0), (8192, 1.5)], "pair": (2**20, 0.2, -1e-4, 1e-4, 0)}, "more tokens cost less"),
     ],
 )
@@ -268,6 +296,13 @@ def test_an_unknown_preset_is_refused_with_the_list_of_known_ones() -> None:
 
 
 # --- carrying around --------------------------------------------------------------------------------------------------
+
+
+def test_a_model_with_a_start_survives_too() -> None:
+    model = CostModel([(0, 0.02), (1000, 0.12)], start=0.1)
+    for copy in (pickle.loads(pickle.dumps(model)), CostModel(**model.coefficients())):
+        assert copy.coefficients() == model.coefficients()
+        assert copy.prefill_time(20) == pytest.approx(0.122)
 
 
 @pytest.mark.parametrize("name", CostModel.presets())

@@ -32,6 +32,15 @@ def test_a_saved_model_comes_back_to_the_last_digit(tmp_path: Path, name: str) -
     assert CostModel.load(tmp_path / "model.json").coefficients() == model.coefficients()
 
 
+def test_a_model_with_a_start_comes_back_and_one_without_is_written_as_ever(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    model = CostModel([(0, 0.02)], start=0.15)
+    model.save(path)
+    assert CostModel.load(path).coefficients() == model.coefficients()
+    MODEL.save(path)
+    assert set(json.loads(path.read_text())["coefficients"]) == {"knots", "context", "pair"}
+
+
 def test_a_file_says_where_its_numbers_come_from(saved: Path) -> None:
     content = json.loads(saved.read_text())
     assert content["format"] == "preble-cost-model" and content["version"] == 1 and content["name"] == "mine"
@@ -84,6 +93,8 @@ def changed(edit: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
         (changed(lambda c: c["coefficients"].update(knots=[[0, 10**400]])), "knots"),
         (changed(lambda c: c["coefficients"].update(pair=[0, 0, 0, -1e-9, 0])), "pair"),
         (changed(lambda c: c["coefficients"].update(context="abcd")), "context"),
+        (changed(lambda c: c["coefficients"].update(start=-1)), "start must not be negative"),
+        (changed(lambda c: c["coefficients"].update(start="soon")), "start must be"),
     ],
 )
 def test_damaged_and_foreign_files_are_refused_by_name(saved: Path, damage: Callable[[str], str], reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The terms of timing samples, and the fit of four factors to them, with numpy, to hold the compiled ones against. Owns
+"""The terms of timing samples, and the fit of five factors to them, with numpy, to hold the compiled ones against. Owns
 nothing of the product."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def factors(
     if not len(logs):
         return None
     least = max(spread_min, spread_of_one / np.sqrt(len(logs)))
-    found = np.full(4, np.clip(median(logs - np.log(terms.sum(axis=1)), weights), -limit, limit))
+    found = np.full(5, np.clip(median(logs - np.log(terms.sum(axis=1)), weights), -limit, limit))
     for _ in range(ROUNDS):
         parts = terms * np.exp(found)
         sums = parts.sum(axis=1)
@@ -57,12 +57,13 @@ def median(values: Floats, weights: Floats) -> float:
 
 
 def terms(parts: CostTerms, tokens: Any, context: Any, chunk: Any, chunk_context: Any = None) -> Floats:
-    """Rows of (floor, rise, context, pair) seconds of iterations of so many tokens, over contexts that sum up to
+    """Rows of (floor, rise, context, pair, start) seconds of iterations of so many tokens, over contexts that sum up to
     `context`, one chunk of a prefill among them."""
     tokens, context, chunk = np.asarray(tokens), np.asarray(context), np.asarray(chunk)
     floor = parts.linear(np.minimum(tokens, DECODE_TOKENS))
     last = np.maximum(chunk, context if chunk_context is None else chunk_context)
-    terms = [floor, parts.linear(tokens) - floor, parts.context_seconds(context), parts.pair_seconds(chunk, last)]
+    more = parts.linear(tokens) - floor, parts.context_seconds(context), parts.pair_seconds(chunk, last)
+    terms = np.where(chunk > 0.0, 0.0, floor), *more, np.where(chunk > 0.0, floor + parts.start, 0.0)
     return np.stack(terms, axis=1)
 
 

@@ -57,6 +57,7 @@ class NaiveCost:
     def __init__(self, model: preble.CostModel) -> None:
         shown = model.coefficients()
         self.knots, self.context, self.pair = shown["knots"], shown["context"], shown["pair"]
+        self.start = shown["start"]
 
     def linear(self, n: float) -> float:
         """Between knots a straight line; the last line goes on; before the first it is flat."""
@@ -77,7 +78,7 @@ class NaiveCost:
     def prefill(self, missed: float, context: float) -> float:
         if missed <= 0:
             return 0.0
-        return self.linear(missed) + self.over_context(context) + self.over_pairs(missed, context)
+        return self.start + self.linear(missed) + self.over_context(context) + self.over_pairs(missed, context)
 
     def decode_step(self, context: float, batch: float) -> float:
         return self.linear(batch) + self.over_context(context * batch) + batch * self.over_pairs(1, context)

@@ -43,7 +43,8 @@ SHORT_CHUNKS = CostModel([(0, 0.0), (10, 1.0)], pair=(4.0, -0.04, 1.0, 1e-4, 0.0
 WHOLE_CHUNKS = CostModel(
     [(0, 0.0), (64, 0.01)], context=(0.0, 0.0, 0.0, 0.01), pair=(100.0, -0.2, 0.01, 0.01, 0.0), name="whole chunks"
 )
-MADE_UP = [PER_TOKEN, EVERY_TERM, CHUNKS_COST, FREE_AT_FIRST, SHORT_CHUNKS, WHOLE_CHUNKS]
+BEGUN_DEARLY = CostModel([(0, 0.001), (64, 0.01)], context=(0.0, 0.0, 0.0, 0.001), start=0.07, name="begun dearly")
+MADE_UP = [PER_TOKEN, EVERY_TERM, CHUNKS_COST, FREE_AT_FIRST, SHORT_CHUNKS, WHOLE_CHUNKS, BEGUN_DEARLY]
 MODELS = [*MADE_UP, *(CostModel.preset(name) for name in CostModel.presets())]
 
 jobs = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=5).map(sorted)
@@ -201,7 +202,7 @@ def test_a_token_alone_takes_what_the_model_says(model: CostModel) -> None:
     prices = Prices(model, 512, 3_000)
     for context in (1, 12, 13, 1_024, 1_025, 3_000):
         alone = prices.one_token[context] - prices.one_token[context - 1]
-        assert alone == pytest.approx(model.iteration_time([(1, context)]))
+        assert prices.start + alone == pytest.approx(model.iteration_time([(1, context)]))
         assert alone == pytest.approx(model.iteration_time((), [context]))
 
 

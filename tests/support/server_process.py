@@ -73,7 +73,8 @@ def freeze(server: FakeServer) -> None:
 def take(switch: Callable[[FakeServer], None], server: FakeServer) -> None:
     """A signal has come: do what it stands for and say so."""
     switch(server)
-    print("taken", flush=True)
+    sys.stdout.write("taken\n")
+    sys.stdout.flush()
 
 
 async def serve(kind: str, port: int, life: int) -> None:

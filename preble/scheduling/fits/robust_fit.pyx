@@ -1,4 +1,4 @@
-"""The four factors of a worker's cost under which its samples fit best: robust least squares. Owns the solving; the
+"""The five factors of a worker's cost under which its samples fit best: robust least squares. Owns the solving; the
 terms and what a fit means are `calibration_fit.py`'s.
 
 Compiled, in plain loops in a fixed order: some ten times as fast as numpy for a hundred samples, and the same to the
@@ -9,7 +9,7 @@ from libc.math cimport exp, fabs, fmax, fmin, isfinite, log, sqrt
 from libc.stdlib cimport free, malloc, qsort
 
 cdef enum:
-    TERMS = 4                    # floor, rise, context, pair
+    TERMS = 5                    # floor, rise, context, pair, start
     ROUNDS = 25
 
 cdef double FAR = 2.0            # spreads at which a sample weighs half
@@ -102,7 +102,7 @@ cdef double first_guess(const Row* rows, Weighed* room, Py_ssize_t count) noexce
 
 
 cdef double sum_of(const double* parts) noexcept nogil:
-    return parts[0] + parts[1] + parts[2] + parts[3]
+    return parts[0] + parts[1] + parts[2] + parts[3] + parts[4]
 
 
 cdef void solve(Row* rows, Weighed* room, Py_ssize_t count, const double* ridge, double least, double limit,
@@ -204,7 +204,7 @@ def robust_factors(const double[:, ::1] terms, const double[::1] seconds, const 
         with nogil:
             solve(rows, room, count, pull, fmax(spread_min, spread_of_one / sqrt(<double> count)), limit, found,
                   covariance)
-        return ((found[0], found[1], found[2], found[3]),
+        return ((found[0], found[1], found[2], found[3], found[4]),
                 [[covariance[TERMS * i + j] for j in range(TERMS)] for i in range(TERMS)])
     finally:
         free(rows)

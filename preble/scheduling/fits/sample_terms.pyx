@@ -1,5 +1,5 @@
-"""What a prior says of timing samples, as sums of four terms, in seconds: floor, rise, context, pair. Owns these sums,
-compiled; what they are for is `calibration_fit.py`'s.
+"""What a prior says of timing samples, as sums of five terms, in seconds: floor (of iterations without a prefill),
+rise, context, pair, start (the floor of iterations with one). Owns these sums, compiled; what they are for is `calibration_fit.py`'s.
 """
 
 from libc.math cimport fmax, fmin
@@ -11,7 +11,7 @@ import numpy as np
 from ..cost_factors import DECODE_TOKENS
 
 cdef enum:
-    TERMS = 4
+    TERMS = 5
     # columns of a sample, see `_placement/timing_samples.pxd`
     TOKENS = 2
     CONTEXT = 3
@@ -41,7 +41,10 @@ cdef void add_terms(const Cost* cost, double times, double tokens, double contex
     """Add the terms of so many iterations of `tokens`, over contexts that sum up to `context`, one chunk of a prefill
     among them, that ends at `last`."""
     cdef double floor = linear(cost, fmin(tokens, SHORT))
-    into[0] += times * floor
+    if chunk > 0.0:
+        into[4] += times * (floor + cost.start)
+    else:
+        into[0] += times * floor
     into[1] += times * (linear(cost, tokens) - floor)
     if context <= cost.context_from:
         into[2] += times * cost.context_flat
@@ -51,8 +54,12 @@ cdef void add_terms(const Cost* cost, double times, double tokens, double contex
         into[3] += times * (cost.pair_base + cost.pair_q * chunk + cost.pair_s * last + cost.pair_qs * chunk * last)
 
 
+cdef double sum_of(const double* terms) noexcept nogil:
+    return terms[0] + terms[1] + terms[2] + terms[3] + terms[4]
+
+
 def prefill_terms(CostModel prior not None, const double[:, ::1] rows):
-    """Of stretches of prefills, shape [n, 4]: each request as if it had an iteration of its own, with its share of the
+    """Of stretches of prefills, shape [n, 5]: each request as if it had an iteration of its own, with its share of the
     decodes beside, and half an iteration of these before it where nothing waited. So where several prefills share an
     iteration, a factor says what each of them takes there: decisions add up what waits, request by request. `rows`:
     samples, shape [n, 8]."""
@@ -77,7 +84,7 @@ def prefill_terms(CostModel prior not None, const double[:, ::1] rows):
 
 
 def decode_terms(CostModel prior not None, const double[:, ::1] rows, double own_share_min):
-    """Of decodes, with the iterations that ended others' prefills, shape [n, 4], and which rows can be used, shape [n]:
+    """Of decodes, with the iterations that ended others' prefills, shape [n, 5], and which rows can be used, shape [n]:
     those of whose time, by the prior, such a share at least is their own. `rows`: samples, shape [n, 8]."""
     cdef Py_ssize_t n, count = rows.shape[0]
     cdef double others, batch, beside, chunk, alone, whole
@@ -89,8 +96,8 @@ def decode_terms(CostModel prior not None, const double[:, ::1] rows, double own
         others, batch = rows[n, MOMENTS], rows[n, BATCH]
         beside, chunk = batch * rows[n, CONTEXT], rows[n, OTHER] / fmax(others, 1.0)
         add_terms(&prior.cost, fmax(rows[n, TOKENS] - others, 0.0), batch, beside, 0.0, beside, &into[n, 0])
-        alone = into[n, 0] + into[n, 1] + into[n, 2] + into[n, 3]
+        alone = sum_of(&into[n, 0])
         add_terms(&prior.cost, others, chunk + batch, chunk + beside, chunk, fmax(chunk, chunk + beside), &into[n, 0])
-        whole = into[n, 0] + into[n, 1] + into[n, 2] + into[n, 3]
+        whole = sum_of(&into[n, 0])
         flags[n] = alone >= own_share_min * (whole + rows[n, WAITING])
     return found, usable.view(np.bool_)

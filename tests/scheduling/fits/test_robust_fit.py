@@ -30,9 +30,9 @@ def both(terms: Any, seconds: Any, weights: Any) -> tuple[Any, Any]:
 @given(st.integers(0, 2**32 - 1), st.integers(1, 128), st.sampled_from([0.0, 0.1, 1.0]))
 def test_the_compiled_fit_is_the_plain_one(seed: int, count: int, noise: float) -> None:
     rng = np.random.default_rng(seed)
-    terms = rng.exponential([0.02, 0.05, 0.01, 0.001], (count, 4)) * rng.integers(0, 2, (count, 4))
+    terms = rng.exponential([0.02, 0.05, 0.01, 0.001, 0.1], (count, 5)) * rng.integers(0, 2, (count, 5))
     terms[rng.random(count) < 0.1] = 0.0
-    seconds = terms @ np.exp(rng.normal(0.0, 1.0, 4)) * np.exp(rng.normal(0.0, noise, count))
+    seconds = terms @ np.exp(rng.normal(0.0, 1.0, 5)) * np.exp(rng.normal(0.0, noise, count))
     seconds[rng.random(count) < 0.1] *= 30.0
     seconds[rng.random(count) < 0.05] = np.nan
     own, plain = both(terms, seconds, rng.choice([1.0, 0.5, 0.25], count))
@@ -45,12 +45,12 @@ def test_the_compiled_fit_is_the_plain_one(seed: int, count: int, noise: float) 
 
 def test_it_finds_factors_and_passes_over_what_cannot_be() -> None:
     rng = np.random.default_rng(1)
-    terms = rng.uniform(0.01, 0.1, (400, 4))
-    seconds = terms @ np.exp([0.5, -0.5, 1.0, 0.0])
+    terms = rng.uniform(0.01, 0.1, (400, 5))
+    seconds = terms @ np.exp([0.5, -0.5, 1.0, 0.0, 2.0])
     seconds[:50] *= 100.0  # outliers
     own, _ = both(terms, seconds, np.ones(400))
-    assert own[0] == pytest.approx((0.5, -0.5, 1.0, 0.0), abs=0.15)
-    assert both(np.zeros((3, 4)), np.ones(3), np.ones(3)) == (None, None)
+    assert own[0] == pytest.approx((0.5, -0.5, 1.0, 0.0, 2.0), abs=0.15)
+    assert both(np.zeros((3, 5)), np.ones(3), np.ones(3)) == (None, None)
     assert both(terms[:3], np.array([np.inf, 0.0, -1.0]), np.ones(3)) == (None, None)
 
 
@@ -59,7 +59,7 @@ def test_the_compiled_terms_are_the_plain_ones(name: str) -> None:
     models = {
         "one knot": CostModel([(10, 0.01)]),
         "bent": CostModel(
-            [(0, 0.01), (7, 0.012), (300, 0.3)], context=(50, 0, 0, 1.7e-6), pair=(9, 1e-7, 0, 3e-7, 2e-7)
+            [(0, 0.01), (7, 0.012), (300, 0.3)], context=(50, 0, 0, 1.7e-6), pair=(9, 1e-7, 0, 3e-7, 2e-7), start=0.03
         ),
     }
     model, rng = models[name] if name in models else CostModel.preset(name), np.random.default_rng(2)
@@ -71,4 +71,4 @@ def test_the_compiled_terms_are_the_plain_ones(name: str) -> None:
     found, use = decode_terms(model, rows, 0.5)
     plain, plain_use = robust_fit.decode_terms(model, rows, 0.5)
     assert found == pytest.approx(plain, rel=1e-12) and (use == plain_use).all() and 20 < use.sum() < 190
-    assert prefill_terms(model, rows[:0]).shape == decode_terms(model, rows[:0], 0.5)[0].shape == (0, 4)
+    assert prefill_terms(model, rows[:0]).shape == decode_terms(model, rows[:0], 0.5)[0].shape == (0, 5)
