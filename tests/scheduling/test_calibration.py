@@ -757,9 +757,9 @@ def test_what_begins_a_prefill_is_not_laid_on_its_tokens(prior: str) -> None:
     """Before live servers of which an iteration of decodes takes 22 ms and a prefill of 20 tokens 160, one of 2,500 was
     priced three times too high: one floor was taken for both, so the tokens had to account for the rest."""
     truth = CostModel([(0, 0.02), (8192, 0.7)], context=(0, 0, 0, 2e-7), start=0.14)
-    workers = {f"w{i}": truth for i in range(3)}
-    specs = tuple(WorkerSpec(name, cost_model=model_of(prior)) for name in workers)
-    config = fleet(specs, engine_cost_models=workers, local=LocalConfig(40_000, token_budget=8192))  # type: ignore[arg-type]
+    workers: dict[str, CostModel | str] = {f"w{i}": truth for i in range(3)}
+    specs: Any = tuple(WorkerSpec(name, cost_model=model_of(prior)) for name in workers)
+    config = fleet(specs, engine_cost_models=workers, local=LocalConfig(40_000, token_budget=8192))
     simulation = sim.Simulation(questions(400, 4.0, 60), config, None)
     simulation.run()
     found = cost_at(simulation.scheduler.core, 0)

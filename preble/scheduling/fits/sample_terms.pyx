@@ -1,5 +1,6 @@
 """What a prior says of timing samples, as sums of five terms, in seconds: floor (of iterations without a prefill),
-rise, context, pair, start (the floor of iterations with one). Owns these sums, compiled; what they are for is `calibration_fit.py`'s.
+rise, context, pair, start (the floor of iterations with one). Owns these sums, compiled; what they are for is
+`calibration_fit.py`'s.
 """
 
 from libc.math cimport fmax, fmin
