@@ -16,6 +16,7 @@ from preble.scheduling.peer_bookings import is_peer, peer_id
 from preble.types import RequestEnded, RequestPlaced, RequestPrefilled
 from tests.models.scheduler import Choice, NaiveScheduler, Path
 
+pytestmark = pytest.mark.timeout(900)  # a minute alone; several beside others, on a busy machine
 NAMESPACES = (None, "tenant", 7)
 NAMES = [f"w{i}" for i in range(5)]
 # Few segments, put together and cut: prompts share, split and extend each other, around the borders of 16-token blocks.

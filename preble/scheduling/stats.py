@@ -124,6 +124,7 @@ class CostStats(TypedDict, total=False):
     knots: list[tuple[float, float]]
     context: tuple[float, float, float, float]
     pair: tuple[float, float, float, float, float]
+    start: float
     prefill_factor: float
     decode_factor: float
     measured_prefill_factor: float | None

@@ -30,6 +30,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -190,7 +191,8 @@ class WorkerLink:
         time.
         """
         self._dealer.connect(self.address)
-        self.send(self._hello)
+        with suppress(QueueFull):  # the connection has failed already: the monitor says why
+            self.send(self._hello)
         envelope = await self._first_answer()
         assert isinstance(envelope.message, wire.Welcome)
         self.welcome, self.epoch = envelope.message, envelope.epoch

@@ -176,7 +176,8 @@ class NaiveTree:
     def start(self, path: Path) -> int:
         """Where the node's own tokens start: at the end of the longest other node on its way."""
         space, tokens = path
-        return max((n for n in range(1, len(tokens)) if (space, tokens[:n]) in self.nodes), default=0)
+        ends = {len(node[1]) for node in self.nodes if node[0] == space}
+        return max((n for n in ends if n < len(tokens) and (space, tokens[:n]) in self.nodes), default=0)
 
     def walk(self, path: Path) -> tuple[list[Path], int]:
         """(nodes that a prompt passes or ends in, from the top; tokens of it that are known)."""
