@@ -296,7 +296,7 @@ def first_touch(requests: Sequence[PromptRequest], order: Ints) -> tuple[Ints, I
 class Prices:
     """Least seconds of tokens by their position, as running sums, shape [tokens_max + 1], so that the tokens from
     position a to b cost sums[b] - sums[a]: of a `prefill` token and of a `decode` token in the best batch, and of an
-    iteration with that `one_token` alone."""
+    iteration with that `one_token` alone, without `start`, which one with a prefill in it takes longer."""
 
     def __init__(self, cost_model: CostModel, token_budget: int, tokens_max: int) -> None:
         self._terms = CostTerms(cost_model)
