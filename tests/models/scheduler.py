@@ -37,6 +37,7 @@ UNSEEN_DELAYS, DRAW_QUEUE_WEIGHT, HEAD_TOKENS, PLACED_LATELY, OTHERS_MIN = (
     0.001,
 )  # of several routers
 WEIGHT_MIN = 1e-9
+SAME_TO = 1e-12  # the model sums in another order: prices nearer to each other than this share are alike
 
 
 def common(a: Tokens, b: Tokens) -> int:
@@ -554,6 +555,7 @@ class Choice:
     reason: str
     rows: list[Row]
     credited: tuple[Node, float] | None = None  # what is saved up for copies of a prefix, once this is booked
+    or_else: Choice | None = None  # what it would do as well, were one of the prices another in its last bits
 
     def total(self, worker: str) -> float:
         return next(row.total for row in self.rows if row.worker == worker)
@@ -676,11 +678,19 @@ class NaiveScheduler:
             [row if row.whole >= least_held else self.credited(row, home, length, credit, prices) for row in rows],
         )
         best = min(rows, key=lambda row: (row.total, row.tie))
-        if home.total - best.total <= UNSEEN_DELAYS * self.config.peer_delay_seconds * self.others:
-            return Choice(home.worker, "exploit", rows, (node, credit))
+        unseen = UNSEEN_DELAYS * self.config.peer_delay_seconds * self.others
         bound = min(row.total + DRAW_QUEUE_WEIGHT * row.queue for row in rows if row.whole >= least_held)
-        chosen = self.agreed(plain, best, path[1], longest, bound, prices, now).worker
-        return Choice(chosen, "escape", rows, (node, 0.0))
+
+        def left_for(other: Row) -> Choice:
+            chosen = self.agreed(plain, other, path[1], longest, bound, prices, now).worker
+            return Choice(chosen, "escape", rows, (node, 0.0))
+
+        stays = Choice(home.worker, "exploit", rows, (node, credit))
+        choice = stays if home.total - best.total <= unseen else left_for(best)
+        rival = min((row for row in rows if row.worker != home.worker), key=lambda row: (row.total, row.tie), default=home)
+        if rival is home or not math.isclose(home.total, rival.total + unseen, rel_tol=SAME_TO):
+            return choice
+        return replace(choice, or_else=left_for(rival) if choice is stays else stays)
 
     def moved(self, row: Row, prices: Prices) -> Row:
         """What is known has its home elsewhere."""
