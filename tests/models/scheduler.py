@@ -687,7 +687,9 @@ class NaiveScheduler:
 
         stays = Choice(home.worker, "exploit", rows, (node, credit))
         choice = stays if home.total - best.total <= unseen else left_for(best)
-        rival = min((row for row in rows if row.worker != home.worker), key=lambda row: (row.total, row.tie), default=home)
+        rival = min(
+            (row for row in rows if row.worker != home.worker), key=lambda row: (row.total, row.tie), default=home
+        )
         if rival is home or not math.isclose(home.total, rival.total + unseen, rel_tol=SAME_TO):
             return choice
         return replace(choice, or_else=left_for(rival) if choice is stays else stays)
