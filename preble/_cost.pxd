@@ -92,6 +92,7 @@ cdef struct Row:                 # 80 bytes
     uint32_t alike               # the lowest worker with the same cost model
     uint32_t name                # a number made of its name, which is the same for every router
     uint32_t cached_first        # lets what it caches more of pass what waits
+    uint32_t place_us            # until a place is free for one more request, in microseconds, 71 minutes at most
 
 cdef struct WorkerLoad:
     bint used
@@ -104,6 +105,9 @@ cdef struct WorkerLoad:
     int64_t waiting_prefill_ns   # prefill work booked and not yet seen done
     int64_t live_output_tokens   # expected output of live requests
     int64_t live_prompt_tokens
+    int64_t places               # requests that it runs at once; 0: not known
+    double stay_seconds          # that a request runs, lately; 0 before any has ended
+    int64_t longer_ns            # by how much a wait for a place is longer than for what waits
     Bucket ring[BUCKETS]
 
 cdef class LoadTracker:
@@ -120,6 +124,7 @@ cdef class LoadTracker:
     cdef int64_t fleet_output    # mean_output_tokens of all workers (r)
     cdef double oldest_joined    # (r)
     cdef double fleet_load       # seconds assigned to all workers within the window (r)
+    cdef int64_t fleet_places_ns # by how much waits for a place are longer than for prefills, sum of the rows (r)
     cdef int64_t fleet_waiting_ns  # and outstanding: sums of what their accounts say (r)
     cdef int64_t fleet_requests  # (r)
     cdef int64_t fleet_prompt_tokens  # (r)
@@ -132,7 +137,7 @@ cdef class LoadTracker:
     cdef readonly double window_seconds
     cdef readonly double join_seconds
 
-    cdef int open(self, uint32_t worker, const Cost* cost, double now) except -1
+    cdef int open(self, uint32_t worker, const Cost* cost, int64_t places, double now) except -1
     cdef const Cost* close(self, uint32_t worker) noexcept
     cdef Lease* lease_at(self, uint32_t index) noexcept nogil
     cdef Lease* lease_of(self, int64_t key) noexcept nogil
@@ -162,6 +167,8 @@ cdef class LoadTracker:
     cdef void wait_change(self, WorkerLoad* loads, int64_t prefill_ns) noexcept nogil
     cdef void live_change(self, WorkerLoad* loads, const Lease* lease, int64_t requests) noexcept nogil
     cdef void publish(self, uint32_t worker) noexcept nogil
+    cdef void note_stay(self, const Lease* lease, double now) noexcept nogil
+    cdef void publish_place(self, uint32_t worker) noexcept nogil
     cdef void find_oldest(self) noexcept nogil
     cdef void find_alike(self, uint32_t closed) noexcept
     cdef tuple ring_sums(self, uint32_t worker)

@@ -30,6 +30,8 @@ cdef enum:
     OUTPUT_UNKNOWN = 128         # output tokens expected while nothing was observed
 
 cdef double WORK_SHARE = 0.5     # of the time in which prefill waits, that goes into it; decoding goes on in between
+cdef double STAY_SHARE = 0.125    # of the mean stay at a place, that the last request to end says
+cdef double TURN_SHARE = 0.5      # of a turn of all places, that a wait for one counts at most
 cdef double PREFILL_MAX = 1e6    # seconds booked for one prefill at most, so that sums of nanoseconds cannot overflow
 
 cdef extern from * nogil:
@@ -398,8 +400,9 @@ cdef class LoadTracker:
         free(self.workers)
         free(self.rows)
 
-    cdef int open(self, uint32_t worker, const Cost* cost, double now) except -1:
-        """Start an empty account for a worker index, which keeps `cost` until `close` returns it."""
+    cdef int open(self, uint32_t worker, const Cost* cost, int64_t places, double now) except -1:
+        """Start an empty account for a worker index, which keeps `cost` until `close` returns it and runs so many
+        requests at once, 0 where that is not known."""
         cdef uint32_t room = max(16, self.room), alike = 0
         cdef WorkerLoad* grown
         while worker >= room:
@@ -418,6 +421,7 @@ cdef class LoadTracker:
         store32(&self.used, self.used + 1)
         self.workers[worker].generation = self.generations
         self.workers[worker].joined_at = now
+        self.workers[worker].places = places
         while alike < worker and (self.rows[alike].cost == NULL or memcmp(self.rows[alike].cost, cost, sizeof(Cost))):
             alike += 1
         store32(&self.rows[worker].alike, alike)
@@ -436,6 +440,7 @@ cdef class LoadTracker:
         store_signed(&self.fleet_waiting_ns, self.fleet_waiting_ns - self.workers[worker].waiting_prefill_ns)
         store_signed(&self.fleet_requests, self.fleet_requests - self.workers[worker].live_requests)
         store_signed(&self.fleet_prompt_tokens, self.fleet_prompt_tokens - self.workers[worker].live_prompt_tokens)
+        store_signed(&self.fleet_places_ns, self.fleet_places_ns - self.workers[worker].longer_ns)
         memset(&self.workers[worker], 0, sizeof(WorkerLoad))
         store32(&self.used, self.used - 1)
         store32(&self.rows[worker].eligible, 0)
@@ -469,6 +474,7 @@ cdef class LoadTracker:
         cdef WorkerLoad* loads = &self.workers[worker]
         cdef Row* row = &self.rows[worker]
         store_double(&row.load_seconds, self.load_seconds(worker))
+        self.publish_place(worker)
         store_double(&row.queue_seconds, loads.waiting_prefill_ns * 1e-9)
         store32(&row.live_requests, <uint32_t> loads.live_requests)
         store32(&row.live_output_tokens, <uint32_t> min(loads.live_output_tokens, <int64_t> ROW_TOKENS_MAX))
@@ -477,6 +483,33 @@ cdef class LoadTracker:
         store_signed(&self.fleet_output, mean_output(&self.fleet))
         store_double(&self.fleet_load, self.fleet.prefill_ns * 1e-9 + self.fleet.output_tokens * self.output_seconds)
         store_double(&self.hit_share, self.fleet.matched_tokens / <double> max(self.fleet.prompt_tokens, 1))
+
+    cdef void publish_place(self, uint32_t worker) noexcept nogil:
+        """Bring up to date how long one more request would wait for a place, before the rest of the row. Where as many
+        live as may run, it runs when enough of them have ended; all places are free once in a stay. Where far more
+        live, it counts as half a stay: who waits there waits anywhere then, and what is computed twice to wait less
+        makes all wait longer."""
+        cdef WorkerLoad* loads = &self.workers[worker]
+        cdef Row* row = &self.rows[worker]
+        cdef int64_t over = loads.live_requests + 1 - loads.places
+        cdef uint32_t place_us = 0
+        cdef int64_t longer
+        cdef double seconds
+        if loads.places and over > 0:
+            seconds = min(<double> over, TURN_SHARE * loads.places) * loads.stay_seconds / loads.places
+            place_us = <uint32_t> min(seconds * 1e6, <double> ROW_TOKENS_MAX)
+        longer = max(<int64_t> place_us * 1000 - loads.waiting_prefill_ns, 0)
+        store_signed(&self.fleet_places_ns, self.fleet_places_ns + longer - loads.longer_ns)
+        loads.longer_ns = longer
+        store32(&row.place_us, place_us)
+
+    cdef void note_stay(self, const Lease* lease, double now) noexcept nogil:
+        """A request that has had its first token ends: how long it has kept its place."""
+        cdef WorkerLoad* loads = &self.workers[lease.worker]
+        cdef double stay = now - lease.first_at + lease.prefill_ns * 1e-9
+        if loads.places and now > lease.first_at:
+            loads.stay_seconds = stay if loads.stay_seconds == 0.0 else (
+                loads.stay_seconds + STAY_SHARE * (stay - loads.stay_seconds))
 
     cdef Lease* lease_at(self, uint32_t index) noexcept nogil:
         return (<Lease*> self.leases.chunks[index >> CHUNK_BITS]) + (index & CHUNK_MASK)
@@ -669,6 +702,7 @@ cdef class LoadTracker:
         """The first token came: the prefill is no longer outstanding."""
         if not lease.prefilled:
             lease.prefilled = True
+            lease.first_at = now
             store_double(&self.rows[lease.worker].working_since, now)
             self.workers[lease.worker].waiting_requests -= 1
             self.wait_change(&self.workers[lease.worker], -lease.prefill_ns)
@@ -691,6 +725,8 @@ cdef class LoadTracker:
         """A request finished with `output_tokens` (-1: not reported)."""
         cdef Bucket change
         if self.is_current(lease):
+            if lease.prefilled:
+                self.note_stay(lease, now)
             self.prefilled(lease, now)
             self.live_change(&self.workers[lease.worker], lease, -1)
             if output_tokens < 0:
@@ -733,6 +769,7 @@ cdef class LoadTracker:
             "live_requests": loads.live_requests,
             "waiting_requests": loads.waiting_requests,
             "waiting_prefill_seconds": loads.waiting_prefill_ns * 1e-9,
+            "place_wait_seconds": self.rows[worker].place_us * 1e-6,
             "live_output_tokens": loads.live_output_tokens,
             "live_prompt_tokens": loads.live_prompt_tokens,
             "window_requests": loads.window.requests,
@@ -752,7 +789,7 @@ cdef class LoadTracker:
         cdef uint32_t i, index
         cdef Lease* lease
         live, waiting, waiting_ns, output, prompts = {}, {}, {}, {}, {}
-        found = 0
+        found = longer = 0
         for index in range(self.leases.chunk_count << CHUNK_BITS):
             lease = self.lease_at(index)
             found += lease.serial != 0
@@ -772,11 +809,15 @@ cdef class LoadTracker:
             assert self.workers[i].waiting_prefill_ns == waiting_ns.get(i, 0), f"waiting prefill of worker {i}"
             assert self.workers[i].live_output_tokens == output.get(i, 0), f"expected output of worker {i}"
             assert self.workers[i].live_prompt_tokens == prompts.get(i, 0), f"prompts of worker {i}"
+            longer += self.workers[i].longer_ns
+            place_ns = <int64_t> self.rows[i].place_us * 1000
+            assert self.workers[i].longer_ns == max(place_ns - waiting_ns.get(i, 0), 0), f"waits for a place of worker {i}"
             sums = self.ring_sums(i)
             assert sums == bucket_tuple(&self.workers[i].window), f"window sums of worker {i}"
             assert min(sums) >= 0, f"negative window sum of worker {i}: {sums}"
             totals = [a + b for a, b in zip(totals, sums)]
         assert tuple(totals) == bucket_tuple(&self.fleet), "fleet sums"
+        assert longer == self.fleet_places_ns, "waits for places of the fleet"
         outstanding = self.fleet_waiting_ns, self.fleet_requests, self.fleet_prompt_tokens
         assert outstanding == tuple([sum(each.values()) for each in (waiting_ns, live, prompts)]), "fleet outstanding"
 

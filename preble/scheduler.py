@@ -461,7 +461,9 @@ class GlobalScheduler(PairCalls):
             if served is not None and spec.cost_model is None and self._calibrator is not None:
                 cost = scaled(cost, logs_of_served(cost, served))
             index = self.core.open_worker(
-                spec.id, spec.kv_capacity_tokens, spec.block_size, cost, self.now(), cached_first=spec.cached_first
+                *(spec.id, spec.kv_capacity_tokens, spec.block_size, cost, self.now()),
+                cached_first=spec.cached_first,
+                places=spec.max_running or 0,
             )
             if spec.below_capacity_tokens:
                 self.core.tree.set_below(index, spec.below_capacity_tokens)

@@ -44,6 +44,7 @@ specs = st.builds(
     cost_model=st.sampled_from(COSTS),
     cached_first=st.sampled_from([True, True, False]),
     below_capacity_tokens=st.sampled_from([0, 0, 50, 200]),
+    max_running=st.sampled_from([None, None, 1, 3]),
 )
 media = st.sampled_from([None, "GPU", "CPU", "CPU_PINNED", "DISK"])
 # What a total is the sum of.

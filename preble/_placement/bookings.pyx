@@ -70,7 +70,7 @@ cdef class DecisionCore(E2):
     # --- workers ---
 
     def open_worker(self, str name, int64_t capacity_tokens, uint32_t block_size, CostModel cost, double now,
-                    *, bint cached_first=False) -> int:
+                    *, bint cached_first=False, int64_t places=0) -> int:
         """Give a worker an index, an empty cache and an empty account."""
         cdef uint32_t index
         cdef Cost* own = <Cost*> malloc(sizeof(Cost))
@@ -83,7 +83,7 @@ cdef class DecisionCore(E2):
                 self.grow(index + 1)
                 if self.timings is not None:
                     self.timings.open(index)
-                self.loads.open(index, own, now)
+                self.loads.open(index, own, places, now)
             except MemoryError:
                 self.tree.drop_worker(index)
                 raise

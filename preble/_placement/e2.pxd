@@ -146,7 +146,7 @@ cdef class E2:
     cdef void price_of(self, Prices* prices, uint32_t worker, uint32_t usable, uint32_t count) noexcept nogil
     cdef double sent_away_seconds(self, uint32_t worker, int64_t missed, const Terms* terms,
                                   const Prices* prices) noexcept nogil
-    cdef double ahead_seconds(self, uint32_t worker, double now) noexcept nogil
+    cdef double ahead_seconds(self, uint32_t worker, double stays, double now) noexcept nogil
     cdef void add_outstanding(self, Outstanding* of, uint32_t worker, double now) noexcept nogil
     cdef void weigh_most(self, Terms* terms, uint32_t worker, const Placement* request, double ahead,
                          Prices* prices) noexcept nogil

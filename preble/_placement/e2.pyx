@@ -4,7 +4,8 @@ books what is chosen here.
 
     total = queue + prefill + loading + others + decode + eviction + balance - credit
 
-    queue      g (Q - D + min(Q', 0.3 s)) + 4 ms B what is ahead; a little of it counts twice: decoding goes on between
+    queue      max(g (Q - D), T) + g min(Q', 0.3 s) + 4 ms B
+                                               what is ahead; a little of it counts twice: decoding goes on between
     prefill    P                               its own missed tokens
     loading    for what it caches in host memory or on disk alone: seconds a token, as learned; where that is more than
                computing it takes, it is computed
@@ -19,6 +20,8 @@ books what is chosen here.
     Q  seconds of prefill booked and not seen done;     L  seconds of work assigned within the window (LoadTracker),
        Q' without that of this prompt's own prefix         scaled up for newcomers
     D  of Q, what is estimated to be done: half of the time since the last first token, at most the mean of what waits
+    T  until one of `WorkerSpec.max_running` places is free, where as many requests live there: 1 / places of the mean
+       stay at one for each that must end first, half a stay at most (`LoadTracker.publish_place`)
     g  1 - 0.8 m / n where the prompt is a session's next turn and the worker takes who has most of its prompt cached
        first (`WorkerSpec.cached_first`), else 1; m: what it caches of the prompt, which so passes most of what is
        ahead; and nobody else's prompt goes on there, so that what is ahead has as little cached as others
@@ -27,7 +30,7 @@ books what is chosen here.
     b  seconds that a token of context adds to an       h  share of the window's prompt tokens that was cached
        iteration (cost model)                           e  what must be evicted, as a share of what is missed
     kappa  seconds that the fleet's others wait for a second of work (`LoadTracker.pressure`)
-    W      mean Q of the workers that take requests: where nobody waits, nothing is gained by what is not moved
+    W      mean of Q, or T if that is more, of the workers that take requests: where nobody waits, nothing is gained by what is not moved
     home   who held last what is known of a prompt, and is no holder any more, if nobody still holds more: its siblings
            meet there again, instead of each idle worker computing it once
     rho    L over the time observed: on a fleet with little to do a cache of some hundred tokens outweighs the turns
@@ -432,13 +435,13 @@ cdef class E2:
                 row = &self.loads.rows[i]
                 if load32(&row.eligible) != NO_REQUEST:
                     of.workers += 1
-                    of.ahead += load_double(&row.queue_seconds)
+                    of.ahead += max(load_double(&row.queue_seconds), load32(&row.place_us) * 1e-6)
                     of.live_requests += load32(&row.live_requests)
                     of.prompt_tokens += load32(&row.live_prompt_tokens)
                     of.load += load_double(&row.load_seconds)
             return of
         of.workers = load32(&self.loads.used)
-        of.ahead = load_signed(&self.loads.fleet_waiting_ns) * 1e-9
+        of.ahead = (load_signed(&self.loads.fleet_waiting_ns) + load_signed(&self.loads.fleet_places_ns)) * 1e-9
         of.live_requests = load_signed(&self.loads.fleet_requests)
         of.prompt_tokens = load_signed(&self.loads.fleet_prompt_tokens)
         of.load = load_double(&self.loads.fleet_load)
@@ -497,22 +500,24 @@ cdef class E2:
             <uint32_t> (missed + terms.loaded[HOST] + terms.loaded[DISK] + prices.output_tokens), 0)
         return gone + min(terms.eviction - gone, back)
 
-    cdef double ahead_seconds(self, uint32_t worker, double now) noexcept nogil:
-        """Q - D."""
+    cdef double ahead_seconds(self, uint32_t worker, double stays, double now) noexcept nogil:
+        """Q - D, of which such a share stays ahead; or until a place is free, if that is longer."""
         cdef double queue = load_double(&self.loads.rows[worker].queue_seconds)
-        return max(queue - self.loads.done_seconds(worker, now), 0.0) if queue > 0.0 else 0.0
+        cdef double place = load32(&self.loads.rows[worker].place_us) * 1e-6
+        queue = max(queue - self.loads.done_seconds(worker, now), 0.0) * stays if queue > 0.0 else 0.0
+        return max(queue, place)
 
     cdef void add_outstanding(self, Outstanding* of, uint32_t worker, double now) noexcept nogil:
         """Count one more worker."""
         cdef Row* row = &self.loads.rows[worker]
         of.workers += 1
-        of.ahead += self.ahead_seconds(worker, now)
+        of.ahead += self.ahead_seconds(worker, 1.0, now)
         of.live_requests += load32(&row.live_requests)
         of.prompt_tokens += load32(&row.live_prompt_tokens)
 
     cdef void weigh(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil:
         """Fill in every term of a worker that was sized up."""
-        cdef double ahead = self.ahead_seconds(worker, prices.now) * still_ahead(terms, prices)
+        cdef double ahead = self.ahead_seconds(worker, still_ahead(terms, prices), prices.now)
         self.weigh_most(terms, worker, request, ahead, prices)
         self.weigh_behind(terms, worker, request, prices)
 
@@ -675,7 +680,7 @@ cdef class E2:
                 if load32(&row.alike) != prices.alike or terms.usable != prices.usable:
                     self.price_of(prices, i, terms.usable, request.count)
                 at_least = prices.own + least_beside(row, prices)
-            ahead = self.ahead_seconds(i, prices.now) * still_ahead(&terms, prices)
+            ahead = self.ahead_seconds(i, still_ahead(&terms, prices), prices.now)
             if at_least + ahead > bound:
                 continue
             self.weigh_most(&terms, i, request, ahead, prices)

@@ -208,7 +208,7 @@ cdef int open_account(DecisionCore core, uint32_t i, object spec, CostModel cost
     own = <Cost*> allocated(malloc(sizeof(Cost)))
     own[0] = cost.cost
     try:
-        loads.open(i, own, -1e15)                # long ago, so that no slice expires
+        loads.open(i, own, spec.max_running or 0, -1e15)                # long ago, so that no slice expires
     except MemoryError:
         free(own)
         raise

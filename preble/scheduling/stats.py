@@ -150,7 +150,8 @@ class CacheMismatchStats(TypedDict):
 
 class WorkerStats(TypedDict):
     """One worker. `live_*` is booked now, `waiting_*` of that without a first token, `window_*` booked within the last
-    `SchedulerConfig.history_seconds`; `load_seconds` is L of the paper. Of `cached_tokens`, `away_tokens` are in host
+    `SchedulerConfig.history_seconds`; `load_seconds` is L of the paper; `place_wait_seconds` is until one of
+    `WorkerSpec.max_running` places is free for one more. Of `cached_tokens`, `away_tokens` are in host
     memory or on disk; a token takes `host_token_seconds` and `disk_token_seconds` to load from there.
     `host_loaded_tokens` and `disk_loaded_tokens`: of the hits of requests placed here, those to be loaded.
     `drift_requests`: how many more requests its engine reports than are booked, for `drift_seconds`. `cache_accuracy`:
@@ -159,6 +160,7 @@ class WorkerStats(TypedDict):
     live_requests: int
     waiting_requests: int
     waiting_prefill_seconds: float
+    place_wait_seconds: float
     live_output_tokens: int
     live_prompt_tokens: int
     window_requests: int

@@ -26,6 +26,7 @@ SLICES = 36
 # The rule's constants.
 HOLDER_SHARE_MIN, BEHIND_SECONDS, REQUEST_SECONDS, INTERRUPTED_SHARE = 0.9, 0.3, 0.004, 0.1
 TOGETHER_SHARE, EVICTED_USES, LOAD_SHARE, PRESSURE_MAX = 0.3, 2.0, 0.02, 2.0
+TURN_SHARE, STAY_SHARE = 0.5, 0.125  # of a turn of all places, that a wait counts at most; of what the last stay says
 PASSED_SHARE = 0.8  # of what is ahead, that a session's next turn passes where all of it is cached
 WORK_SHARE, COPY_SECONDS, MOVED_USES = 0.5, 0.05, 3.0
 CREDIT_AGE_SECONDS = 60.0
@@ -455,6 +456,7 @@ class Booking:
     renewed_at: float = -1e99
     loaded: tuple[int, int] = (0, 0)
     alone: bool = False
+    first_at: float = math.nan
 
 
 @dataclass(eq=False)
@@ -469,6 +471,7 @@ class Account:
     eligible: bool = True
     output_token_seconds: float = 0.0
     working_since: float = 0.0
+    stay: float = 0.0  # how long requests keep a place, lately
     blocks: dict[Hashable, StoredBlock] = field(default_factory=dict)
     accuracy: NaiveAccuracy = field(init=False)
     loads: list[tuple[float, tuple[int, int]]] = field(default_factory=list)  # (seconds late, tokens by medium)
@@ -611,6 +614,7 @@ class NaiveScheduler:
             "live_requests": len(account.live),
             "waiting_requests": len(waiting),
             "waiting_prefill_seconds": sum(b.prefill_ns for b in waiting) * 1e-9,
+            "place_wait_seconds": self.place_wait(account),
             "live_output_tokens": sum(b.expected_output for b in account.live),
             "live_prompt_tokens": sum(b.prompt_tokens for b in account.live),
             "window_requests": sum(b.counts for b in seen),
@@ -667,9 +671,9 @@ class NaiveScheduler:
         every, holders = prices.fleet, [self.accounts[row.worker] for row in rows if row.whole >= least_held]
         there = self.accounts[home.worker]
         share = home.total - home.eviction - home.balance - home.loading
-        share += self.mean_price(home, length, prices, holders, sum(self.ahead(one, now) for one in holders))
-        share -= self.mean_price(home, length, prices, [there], self.ahead(there, now))
-        share -= self.mean_price(home, length, prices, every, sum(self.waiting(one) for one in every))
+        share += self.mean_price(home, length, prices, holders, sum(self.wait(one, 1.0, now) for one in holders))
+        share -= self.mean_price(home, length, prices, [there], self.wait(there, 1.0, now))
+        share -= self.mean_price(home, length, prices, every, sum(self.outstanding(one) for one in every))
         share *= len(every) / max(1, len(every) - len(holders))
         credit = saved * math.exp(-max(now - at, 0.0) / CREDIT_AGE_SECONDS) + share * (len(holders) < len(every))
         credit = max(0.0, credit)
@@ -696,7 +700,7 @@ class NaiveScheduler:
 
     def moved(self, row: Row, prices: Prices) -> Row:
         """What is known has its home elsewhere."""
-        wait = sum(self.waiting(one) for one in prices.fleet) / len(prices.fleet)
+        wait = sum(self.outstanding(one) for one in prices.fleet) / len(prices.fleet)
         return replace(row, eviction=row.eviction + min(MOVED_USES * row.prefill * (1.0 + prices.pressure), wait))
 
     def mean_price(
@@ -721,12 +725,27 @@ class NaiveScheduler:
         """Seconds of prefill that were given to a worker and not reported done."""
         return sum(booking.prefill_ns for booking in account.live if not booking.prefilled) * 1e-9
 
+    def place_wait(self, account: Account) -> float:
+        """Seconds until a place is free for one more, in whole microseconds."""
+        places, live = account.spec.max_running or 0, len(account.live)
+        if not places or live < places:
+            return 0.0
+        return int(min(live + 1 - places, TURN_SHARE * places) * account.stay / places * 1e6) * 1e-6
+
+    def outstanding(self, account: Account) -> float:
+        """Seconds that one more request waits there, as the fleet's mean has it."""
+        return max(self.waiting(account), self.place_wait(account))
+
     def ahead(self, account: Account, now: float) -> float:
         """What is left of it, estimated."""
         waiting = sum(not booking.prefilled for booking in account.live)
         given = self.waiting(account)
         done = min(WORK_SHARE * max(now - account.working_since, 0.0), given / max(waiting, 1))
         return max(given - done, 0.0)
+
+    def wait(self, account: Account, stays: float, now: float) -> float:
+        """For what is ahead, of which such a share stays ahead, or for a place, whichever is longer."""
+        return max(self.ahead(account, now) * stays, self.place_wait(account))
 
     def credited(self, row: Row, home: Row, length: int, credit: float, prices: Prices) -> Row:
         """What a copy costs on this worker is taken off where it is saved up."""
@@ -769,6 +788,7 @@ class NaiveScheduler:
         load = self.sums(account)["load_seconds"] * self.newcomer_factor(account, now)
         prefill = account.cost.prefill(length - usable, length)
         live, known = len(account.live), self.tree.confirmed(path, name)
+        stays = self.still_ahead(name, usable, prices)
         behind = max(0.0, self.waiting(account) - account.cost.prefill(usable - known, usable))
         context = TOGETHER_SHARE * prices.output * account.cost.context[3]
         promised = sum(booking.expected_output for booking in account.live)
@@ -787,8 +807,7 @@ class NaiveScheduler:
             eviction = gone + min(eviction - gone, prices.evicted_uses * account.load_seconds(tokens, 0))
         return Row(
             *(name, whole, usable, load, prefill),
-            queue=(self.ahead(account, now) + min(behind, BEHIND_SECONDS)) * self.still_ahead(name, usable, prices)
-            + REQUEST_SECONDS * live,
+            queue=self.wait(account, stays, now) + min(behind, BEHIND_SECONDS) * stays + REQUEST_SECONDS * live,
             others=prefill * (prices.pressure + INTERRUPTED_SHARE * live) + context * length * live,
             decode=context * sum(booking.prompt_tokens for booking in account.live),
             eviction=eviction,
@@ -909,6 +928,8 @@ class NaiveScheduler:
         if self.is_current(booking):
             self.correct(booking, cached, now)
             self.seen_done(booking, now)
+            if not booking.prefilled:
+                booking.first_at = now
             booking.prefilled = True
         return True
 
@@ -969,6 +990,9 @@ class NaiveScheduler:
         self.advance(now)
         del self.live[request_id]
         booking.account.live.remove(booking)
+        account, stay = booking.account, now - booking.first_at + booking.prefill_ns * 1e-9
+        if account.spec.max_running and now > booking.first_at:
+            account.stay = account.stay + STAY_SHARE * (stay - account.stay) if account.stay else stay
         if output is not None:
             booking.output = booking.observed = output
         return True
