@@ -811,7 +811,7 @@ cdef class LoadTracker:
             assert self.workers[i].live_prompt_tokens == prompts.get(i, 0), f"prompts of worker {i}"
             longer += self.workers[i].longer_ns
             place_ns = <int64_t> self.rows[i].place_us * 1000
-            assert self.workers[i].longer_ns == max(place_ns - waiting_ns.get(i, 0), 0), f"waits for a place of worker {i}"
+            assert self.workers[i].longer_ns == max(place_ns - waiting_ns.get(i, 0), 0), f"places of worker {i}"
             sums = self.ring_sums(i)
             assert sums == bucket_tuple(&self.workers[i].window), f"window sums of worker {i}"
             assert min(sums) >= 0, f"negative window sum of worker {i}: {sums}"

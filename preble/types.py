@@ -41,7 +41,8 @@ class WorkerSpec:
 
     `id` is its name, not empty; `kv_capacity_tokens` is the number of tokens whose KV the engine can hold; `block_size`
     its cache granularity in tokens (vLLM: block size, SGLang: page size); `cost_model` a `CostModel`, a preset name or
-    a file (*.json), None for the scheduler's own; `max_running` the requests it runs at once, None when unknown;
+    a file (*.json), None for the scheduler's own; `max_running` the requests it runs at once, so that
+    one more waits for a place, None when unknown;
     `labels` free text for filters and metrics. `cached_first`: of the requests that wait, the engine takes those first
     that have most of their prompt cached (Preble's workers, SGLang's `lpm`), not in order of arrival (vLLM, SGLang's
     `fcfs`). `below_capacity_tokens`: how many fit into the host memory and onto the disk that it moves to what leaves

@@ -30,7 +30,8 @@ books what is chosen here.
     b  seconds that a token of context adds to an       h  share of the window's prompt tokens that was cached
        iteration (cost model)                           e  what must be evicted, as a share of what is missed
     kappa  seconds that the fleet's others wait for a second of work (`LoadTracker.pressure`)
-    W      mean of Q, or T if that is more, of the workers that take requests: where nobody waits, nothing is gained by what is not moved
+    W      mean of Q, or T if that is more, of the workers that take requests: where nobody waits, nothing is gained by
+           what is not moved
     home   who held last what is known of a prompt, and is no holder any more, if nobody still holds more: its siblings
            meet there again, instead of each idle worker computing it once
     rho    L over the time observed: on a fleet with little to do a cache of some hundred tokens outweighs the turns

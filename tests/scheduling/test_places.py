@@ -1,4 +1,4 @@
-"""Workers run so many requests at once and no more (`WorkerSpec.max_running`): what a wait for a place is worth to E2."""
+"""Workers run so many requests at once (`WorkerSpec.max_running`): what a wait for a place is worth to E2."""
 
 from __future__ import annotations
 
