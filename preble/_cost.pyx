@@ -31,7 +31,7 @@ cdef enum:
 
 cdef double WORK_SHARE = 0.5     # of the time in which prefill waits, that goes into it; decoding goes on in between
 cdef double STAY_SHARE = 0.125    # of the mean stay at a place, that the last request to end says
-cdef double TURN_SHARE = 0.5      # of a turn of all places, that a wait for one counts at most
+cdef double TURN_SHARE = 0.25      # of a turn of all places, that a wait for one counts at most
 cdef double PREFILL_MAX = 1e6    # seconds booked for one prefill at most, so that sums of nanoseconds cannot overflow
 
 cdef extern from * nogil:
@@ -487,8 +487,8 @@ cdef class LoadTracker:
     cdef void publish_place(self, uint32_t worker) noexcept nogil:
         """Bring up to date how long one more request would wait for a place, before the rest of the row. Where as many
         live as may run, it runs when enough of them have ended; all places are free once in a stay. Where far more
-        live, it counts as half a stay: who waits there waits anywhere then, and what is computed twice to wait less
-        makes all wait longer."""
+        live, it counts as a quarter of a stay: who waits there waits anywhere then, and what is computed twice to wait
+        less makes all wait longer."""
         cdef WorkerLoad* loads = &self.workers[worker]
         cdef Row* row = &self.rows[worker]
         cdef int64_t over = loads.live_requests + 1 - loads.places

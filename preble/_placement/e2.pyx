@@ -21,7 +21,7 @@ books what is chosen here.
        Q' without that of this prompt's own prefix         scaled up for newcomers
     D  of Q, what is estimated to be done: half of the time since the last first token, at most the mean of what waits
     T  until one of `WorkerSpec.max_running` places is free, where as many requests live there: 1 / places of the mean
-       stay at one for each that must end first, half a stay at most (`LoadTracker.publish_place`)
+       stay at one for each that must end first, a quarter of a stay at most (`LoadTracker.publish_place`)
     g  1 - 0.8 m / n where the prompt is a session's next turn and the worker takes who has most of its prompt cached
        first (`WorkerSpec.cached_first`), else 1; m: what it caches of the prompt, which so passes most of what is
        ahead; and nobody else's prompt goes on there, so that what is ahead has as little cached as others

@@ -26,7 +26,7 @@ SLICES = 36
 # The rule's constants.
 HOLDER_SHARE_MIN, BEHIND_SECONDS, REQUEST_SECONDS, INTERRUPTED_SHARE = 0.9, 0.3, 0.004, 0.1
 TOGETHER_SHARE, EVICTED_USES, LOAD_SHARE, PRESSURE_MAX = 0.3, 2.0, 0.02, 2.0
-TURN_SHARE, STAY_SHARE = 0.5, 0.125  # of a turn of all places, that a wait counts at most; of what the last stay says
+TURN_SHARE, STAY_SHARE = 0.25, 0.125  # of a turn of all places, that a wait counts at most; of what the last stay says
 PASSED_SHARE = 0.8  # of what is ahead, that a session's next turn passes where all of it is cached
 WORK_SHARE, COPY_SECONDS, MOVED_USES = 0.5, 0.05, 3.0
 CREDIT_AGE_SECONDS = 60.0

@@ -13,7 +13,7 @@ from preble.sim import SimConfig, simulate
 from preble.sim.config import engine_config
 from preble.workloads.types import PromptRequest, Workload
 
-PLACES, STAY_SECONDS = 4, 8.0
+PLACES, STAY_SECONDS = 8, 8.0
 
 
 def scheduler_of(*places: int | None) -> tuple[preble.GlobalScheduler, ManualClock]:
@@ -58,7 +58,7 @@ def test_who_has_no_place_waits_until_one_ends() -> None:
     assert wait_of(scheduler, "w0") == pytest.approx(STAY_SECONDS / PLACES, rel=0.01)
     before = scheduler.explain(prompt(50)).workers[0].queue_seconds
     fill(scheduler, "w0", 1, first=PLACES + 1)
-    assert scheduler.explain(prompt(50)).workers[0].queue_seconds - before == pytest.approx(2.0, rel=0.01)
+    assert scheduler.explain(prompt(50)).workers[0].queue_seconds - before == pytest.approx(1.0, rel=0.01)
     scheduler.check()
 
 
@@ -76,7 +76,6 @@ def test_without_a_limit_nobody_waits_for_a_place() -> None:
     has_run(scheduler, clock, "w0")
     fill(scheduler, "w0", PLACES + 1)
     assert wait_of(scheduler, "w0") == 0.0
-    assert scheduler.schedule([*prompt(0), 5], request_id="again").worker == "w0"
 
 
 def test_before_any_has_ended_no_stay_is_known() -> None:
@@ -95,12 +94,12 @@ def test_an_answer_that_is_not_streamed_says_nothing_of_a_stay() -> None:
     assert wait_of(scheduler, "w0") == 0.0
 
 
-def test_far_too_many_count_as_half_a_stay() -> None:
+def test_far_too_many_count_as_a_quarter_of_a_stay() -> None:
     """Who waits there waits anywhere; what is computed twice to wait less makes all wait longer."""
     scheduler, clock = scheduler_of(PLACES)
     has_run(scheduler, clock, "w0")
     fill(scheduler, "w0", 5 * PLACES)
-    assert wait_of(scheduler, "w0") == pytest.approx(0.5 * STAY_SECONDS, rel=0.01)
+    assert wait_of(scheduler, "w0") == pytest.approx(0.25 * STAY_SECONDS, rel=0.01)
     for number in range(5 * PLACES):
         scheduler.finish(number)
     assert wait_of(scheduler, "w0") == 0.0
@@ -116,7 +115,7 @@ def test_a_stay_is_of_late() -> None:
     clock.advance(3 * STAY_SECONDS)
     scheduler.finish(7, output_tokens=50)
     fill(scheduler, "w0", 1)
-    assert wait_of(scheduler, "w0") == pytest.approx(0.5 * STAY_SECONDS * (1 + 2 / 8), rel=0.01)
+    assert wait_of(scheduler, "w0") == pytest.approx(0.25 * STAY_SECONDS * (1 + 2 / 8), rel=0.01)
 
 
 def questions(documents: int, count: int, output_tokens: int, rps: float, seed: int) -> Workload:
