@@ -74,6 +74,7 @@ cdef struct Lease:               # one live request
     uint32_t loaded[2]           # of the matched tokens, those in host memory and on disk
     bint alone                   # nothing waited on the worker when it was booked
     double first_at              # when it came
+    double began_at              # the same, kept by snapshots: since when it has its place
 
 # What decisions read of a worker, side by side with the other workers' and in memory that never moves. Every field is
 # also read without a lock, so it is written with atomic stores.

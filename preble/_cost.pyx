@@ -506,8 +506,8 @@ cdef class LoadTracker:
     cdef void note_stay(self, const Lease* lease, double now) noexcept nogil:
         """A request that has had its first token ends: how long it has kept its place."""
         cdef WorkerLoad* loads = &self.workers[lease.worker]
-        cdef double stay = now - lease.first_at + lease.prefill_ns * 1e-9
-        if loads.places and now > lease.first_at:
+        cdef double stay = now - lease.began_at + lease.prefill_ns * 1e-9
+        if loads.places and now > lease.began_at:
             loads.stay_seconds = stay if loads.stay_seconds == 0.0 else (
                 loads.stay_seconds + STAY_SHARE * (stay - loads.stay_seconds))
 
@@ -702,7 +702,7 @@ cdef class LoadTracker:
         """The first token came: the prefill is no longer outstanding."""
         if not lease.prefilled:
             lease.prefilled = True
-            lease.first_at = now
+            lease.began_at = now
             store_double(&self.rows[lease.worker].working_since, now)
             self.workers[lease.worker].waiting_requests -= 1
             self.wait_change(&self.workers[lease.worker], -lease.prefill_ns)

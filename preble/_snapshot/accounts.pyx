@@ -6,7 +6,7 @@ Times stay what they were: a restored scheduler goes on in the time of the one t
 how), so slices of the window and counters of hits need no change.
 """
 
-from libc.math cimport NAN, isfinite
+from libc.math cimport INFINITY, NAN, isfinite
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
@@ -56,6 +56,7 @@ cdef struct BookRow:             # one worker's account; its sums follow from it
     double joined_at
     double working_since
     double output_token_seconds
+    double stay_seconds
     LoadRates rates
     Bucket ring[BUCKETS]
 
@@ -146,6 +147,7 @@ cdef int write_book(Writer w, DecisionCore core, LoadTracker loads) except -1:
             row.joined_at = account.joined_at
             row.working_since = loads.rows[i].working_since
             row.output_token_seconds = account.output_token_seconds
+            row.stay_seconds = account.stay_seconds
             row.rates = core.rates[i]
             memcpy(&row.ring[0], &account.ring[0], sizeof(row.ring))
         w.put(&row, sizeof(row))
@@ -201,7 +203,7 @@ cdef int open_account(DecisionCore core, uint32_t i, object spec, CostModel cost
     cdef int64_t* amounts
     cdef Cost* own
     if (not is_time(row.joined_at) or not is_time(row.working_since) or row.generation == 0
-            or not 0 <= row.output_token_seconds <= OUTPUT_SECONDS_MAX):
+            or not 0 <= row.output_token_seconds <= OUTPUT_SECONDS_MAX or not 0 <= row.stay_seconds <= TIME_MAX):
         refuse(b"an account is out of its range")
     if core.timings is not None:
         core.timings.open(i)
@@ -214,6 +216,7 @@ cdef int open_account(DecisionCore core, uint32_t i, object spec, CostModel cost
         raise
     account = &loads.workers[i]
     account.generation = row.generation
+    account.stay_seconds = row.stay_seconds
     account.joined_at = loads.rows[i].joined_at = row.joined_at
     loads.rows[i].working_since = row.working_since
     for slot in range(BUCKETS):
@@ -349,6 +352,8 @@ cdef int read_lease(DecisionCore core, Lease* lease, uint32_t index) except -1:
     lease.prefilled = lease.prefilled != 0
     lease.share = lease.share if lease.share <= <uint32_t> SHARES else 0
     lease.first_at = NAN                         # what was measured of its worker since then is not kept
+    if not lease.prefilled or not is_time(lease.began_at):
+        lease.began_at = INFINITY
     if (lease.index != index or not 0 < lease.serial <= loads.serials or not is_time(lease.booked_at)
             or not isfinite(lease.renewed_seconds) or lease.renewed_seconds < 0
             or not 0 <= lease.bucket <= loads.now_bucket or not 0 <= lease.prefill_ns <= AMOUNT_MAX

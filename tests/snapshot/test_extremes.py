@@ -45,10 +45,10 @@ def test_a_slice_that_holds_less_than_its_live_requests_is_refused() -> None:
     """Regression: it was accepted, and the window's sums were negative once the requests had ended."""
     data, draw = lived(), random.Random(1)
     start, refused = book(data) + 40, 0
-    row_bytes = 4 + 4 + 24 + 64 + 36 * 8 * SLICE_WORDS
+    row_bytes = 4 + 4 + 32 + 64 + 36 * 8 * SLICE_WORDS
     for row in range(2):
         for slot in range(36):
-            at = start + row * row_bytes + 96 + slot * 8 * SLICE_WORDS
+            at = start + row * row_bytes + 104 + slot * 8 * SLICE_WORDS
             words = list(struct.unpack_from(f"<{SLICE_WORDS}q", data, at))
             if words[1] == 0:
                 continue

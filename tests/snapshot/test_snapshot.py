@@ -465,7 +465,7 @@ def test_the_reason_of_a_refusal_is_reported() -> None:
     for bad, words in (
         (b"", "empty"),
         (b"PK\x03\x04 something else", "no snapshot"),
-        (data[:8] + struct.pack("<I", 1) + data[12:], "version 1.*version 5"),
+        (data[:8] + struct.pack("<I", 1) + data[12:], "version 1.*version 6"),
         (data[:-1], f"{len(data) - 1} of {len(data)} bytes"),
         (data[:-1] + b"\xaa", "checksum"),
     ):

@@ -115,7 +115,7 @@ cdef int begin_decode(DecisionCore core, Lease* lease, double now) except -1:
     core.loads.correct_prefill(lease, 0)
     core.loads.prefilled(lease, now)
     store_double(&row.working_since, working_since)
-    lease.first_at = INFINITY                    # until `decode_began`; of an end before that nothing is learned
+    lease.first_at = lease.began_at = INFINITY   # until `decode_began`; of an end before that nothing is learned
     if load32(&row.eligible) and core.is_remembered(lease):
         take_back(&core.tree.t, lease.leaf, key, confirmed_tokens(&core.tree.t, core.leaf_walk(lease), key), now)
     return 0
@@ -135,7 +135,7 @@ def decode_began(DecisionCore core not None, object key, double now) -> None:
     cdef WorkerSamples* samples
     if lease == NULL or not core.loads.is_current(lease) or not isinf(lease.first_at):
         return
-    lease.first_at = now
+    lease.first_at = lease.began_at = now
     lease.first_decodes = load32(&core.loads.rows[lease.worker].live_requests)
     if core.timings is not None:
         samples = core.timings.at[lease.worker]
