@@ -125,7 +125,7 @@ cdef class LoadTracker:
     cdef int64_t fleet_output    # mean_output_tokens of all workers (r)
     cdef double oldest_joined    # (r)
     cdef double fleet_load       # seconds assigned to all workers within the window (r)
-    cdef int64_t fleet_places_ns # by how much waits for a place are longer than for prefills, sum of the rows (r)
+    cdef int64_t fleet_places_ns  # by how much waits for a place are longer than for prefills, sum of the rows (r)
     cdef int64_t fleet_waiting_ns  # and outstanding: sums of what their accounts say (r)
     cdef int64_t fleet_requests  # (r)
     cdef int64_t fleet_prompt_tokens  # (r)
