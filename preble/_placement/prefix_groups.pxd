@@ -48,6 +48,8 @@ cdef class Groups:
     cdef void first_token(self, const Lease* lease, double now) noexcept nogil
     cdef void corrected(self, const Lease* lease, int64_t prefill_ns, int64_t output_tokens) noexcept nogil
     cdef void taken_back(self, const Lease* lease) noexcept nogil
+    cdef void count_live(self, uint32_t worker, int64_t sign) noexcept nogil
+    cdef void reprice(self, uint32_t worker, double factor) noexcept nogil
     cdef bint is_live(self, uint32_t node, uint32_t node_generation) noexcept nogil
     cdef double seconds_of(self, const Share* share, const Half* half) noexcept nogil
     cdef double observed_seconds(self, const Share* share, double now) noexcept nogil

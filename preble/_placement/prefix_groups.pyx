@@ -16,10 +16,10 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from preble._cost cimport Lease, LoadTracker, prefill_seconds
+from preble._cost cimport Lease, LoadTracker, nanoseconds, prefill_seconds
 from preble._core.tree.layout cimport Node, TokenRun, Tree, generation, is_same_node, node_at, run_end
 from preble._core.tree.parts cimport find_entry, hits_estimate
-from preble._core.memory cimport NONE
+from preble._core.memory cimport CHUNK_BITS, NONE
 from preble._radix cimport RadixTree
 
 from ..errors import InvalidInput
@@ -183,6 +183,30 @@ cdef class Groups:
             half.requests -= 1
             half.prefill_ns -= 0 if lease.prefilled else lease.prefill_ns
             half.output_tokens -= lease.expected_output
+
+    cdef void count_live(self, uint32_t worker, int64_t sign) noexcept nogil:
+        """Add the prefill of a worker's live bookings to their shares, or (-1) take it out. O(leases)."""
+        cdef uint32_t index
+        cdef Lease* lease
+        cdef Half* half
+        for index in range(self.loads.leases.chunk_count << CHUNK_BITS if self.shares != NULL else 0):
+            lease = self.loads.lease_at(index)
+            if self.loads.is_of(lease, worker):
+                half = self.half_of(lease)
+                if half != NULL:
+                    half.prefill_ns += sign * lease.prefill_ns
+
+    cdef void reprice(self, uint32_t worker, double factor) noexcept nogil:
+        """The prefill of a worker's ended requests takes `factor` times as long as was booked. The caller has taken
+        live bookings out and adds them again, so that a share never holds less than them. O(SHARES)."""
+        cdef uint32_t at
+        cdef Share* share
+        for at in range(SHARES if self.shares != NULL else 0):
+            share = &self.shares[at]
+            if (share.opened and share.worker == worker
+                    and share.worker_generation == self.loads.workers[worker].generation):
+                share.now.prefill_ns = nanoseconds(share.now.prefill_ns * 1e-9 * factor)
+                share.before.prefill_ns = nanoseconds(share.before.prefill_ns * 1e-9 * factor)
 
     # --- questions ---
 

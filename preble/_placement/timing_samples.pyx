@@ -32,6 +32,7 @@ from preble._cost cimport Bucket, Cost, CostModel, Lease, LoadTracker, prefill_s
 from preble._core.memory cimport NONE
 from preble._radix cimport RadixTree
 from preble._core.tree.reclaim cimport PLAIN, retire_thing
+from preble._placement.prefix_groups cimport Groups
 
 cdef extern from * nogil:
     void store_cost "preble_store"(const Cost** p, const Cost* value)
@@ -165,11 +166,13 @@ cdef bytes ring_bytes(const Sample* ring, uint64_t count):
     return PyBytes_FromStringAndSize(<const char*> ring, min(count, <uint64_t> SAMPLES) * sizeof(Sample))
 
 
-def swap_cost(RadixTree tree not None, LoadTracker loads not None, uint32_t worker, CostModel cost not None) -> float:
+def swap_cost(Groups groups not None, uint32_t worker, CostModel cost not None) -> float:
     """Let decisions reckon with another cost model for a worker, as the tree's writer. What is booked, and what the
-    window holds, is priced anew: by as much as the two differ for the worker's mean request. Else a wrong price would
-    be compared with right ones until the window is over. Returns how many times longer that request takes now.
-    O(workers + leases). MemoryError changes nothing."""
+    window and the prefix groups hold, is priced anew: by as much as the two differ for the worker's mean request. Else
+    a wrong price would be compared with right ones until the window is over. Returns how many times longer that
+    request takes now. O(workers + leases + shares). MemoryError changes nothing."""
+    cdef RadixTree tree = groups.tree
+    cdef LoadTracker loads = groups.loads
     cdef const Cost* old = loads.rows[worker].cost
     cdef Cost* own
     cdef uint32_t i
@@ -190,7 +193,10 @@ def swap_cost(RadixTree tree not None, LoadTracker loads not None, uint32_t work
             number = load32(&loads.rows[i].alike)
             break
     store32(&loads.rows[worker].alike, number)
+    groups.count_live(worker, -1)
     loads.reprice(worker, factor)
+    groups.reprice(worker, factor)
+    groups.count_live(worker, 1)
     loads.retune()
     return factor
 

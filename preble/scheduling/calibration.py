@@ -185,7 +185,7 @@ class Calibrator:
             if wanted == worker.published:
                 return
             model = scaled(worker.prior, wanted)
-            self._core.reprice_credits(swap_cost(self._core.tree, self._core.loads, worker.index, model))
+            self._core.reprice_credits(swap_cost(self._core.groups, worker.index, model))
             worker.published = wanted
             worker.changes += 1
             self._changed = True

@@ -376,7 +376,7 @@ def test_a_fleet_with_swapped_models_decides_as_one_that_was_made_with_them(swap
     )
     for worker, model in swaps:
         with swapped._lock:
-            swap_cost(swapped.core.tree, swapped.core.loads, worker, models[model])
+            swap_cost(swapped.core.groups, worker, models[model])
         now[worker] = model
     specs = [WorkerSpec(f"w{i}", cost_model=models[at]) for i, at in enumerate(now)]
     made = GlobalScheduler(specs, clock=ManualClock(1.0), config=ON)
@@ -403,7 +403,7 @@ def test_what_is_evicted_is_weighed_by_the_cost_of_now() -> None:
     before = {cost.worker: cost.eviction_seconds for cost in scheduler.explain(prompt, max_new_tokens=1).workers}
     with scheduler._lock:
         for index in range(2):
-            swap_cost(scheduler.core.tree, scheduler.core.loads, index, scaled(NEUTRAL, (2.0,) * 5))
+            swap_cost(scheduler.core.groups, index, scaled(NEUTRAL, (2.0,) * 5))
     after = scheduler.explain(prompt, max_new_tokens=1).workers
     assert min(before.values()) > 0.0
     assert all(cost.eviction_seconds > 1.5 * before[cost.worker] for cost in after)
@@ -522,7 +522,7 @@ def learned(scheduler: GlobalScheduler, rows: list[tuple[Any, Any]]) -> list[lis
     """The models of the workers after each half second of samples."""
     core, given, prior = scheduler.core, Given(rows), CostModel.preset("mistral-7b/a6000")
     calibrator = Calibrator(
-        SimpleNamespace(tree=core.tree, loads=core.loads, timings=given, reprice_credits=lambda factor: None), 180.0
+        SimpleNamespace(tree=core.tree, loads=core.loads, groups=core.groups, timings=given, reprice_credits=lambda factor: None), 180.0
     )
     for index, name in enumerate(scheduler.stats()["workers"]):
         calibrator.opened(name, index, prior, prior)
@@ -599,7 +599,7 @@ def test_what_is_booked_is_priced_anew_with_the_model(slowness: float) -> None:
     prior = CostModel.preset("mistral-7b/a6000")
     with scheduler._lock:
         for index in range(2):
-            swap_cost(scheduler.core.tree, scheduler.core.loads, index, scaled(prior, (math.log(slowness),) * 5))
+            swap_cost(scheduler.core.groups, index, scaled(prior, (math.log(slowness),) * 5))
     scheduler.check()
     after = scheduler.stats()["workers"]
     for name in "ab":
@@ -897,3 +897,34 @@ def test_prefills_that_share_an_iteration_have_their_part_of_it_each() -> None:
     found = estimated(NEUTRAL, rows, rows[:0], 0.0)
     assert found is not None
     assert scaled(NEUTRAL, found.logs).prefill_time(24, 1500) == pytest.approx(0.3, rel=0.1)
+
+
+@pytest.mark.parametrize("slowness", [30.0, 1 / 30])
+def test_prefix_groups_are_priced_anew_with_the_model(slowness: float) -> None:
+    """What a hot prefix made kept the old price when its live requests got the new one, and a cancelled one took more
+    back than it had been counted with: found by threads under ASan, as a share below zero."""
+    clock = ManualClock(1.0)
+    scheduler = GlobalScheduler(["a"], clock=clock, config=ON)
+    scheduler.core.groups.start()
+    clock.advance(87.0)  # two seconds later another half of the window begins
+    stem = list(range(500))
+    for number in range(40):
+        clock.advance(0.1)
+        scheduler.schedule([*stem, *[1000 + number] * (3 * number + 1)], request_id=number)
+        if number in (12, 25):
+            scheduler.finish(number, output_tokens=9)
+    prefill = 1  # of a half's numbers
+    (before,) = scheduler.core.groups.show()
+    assert before["now"][prefill] > 0 and before["before"][prefill] > 0
+    with scheduler._lock:
+        swap_cost(scheduler.core.groups, 0, scaled(CostModel.preset("mistral-7b/a6000"), (math.log(slowness),) * 5))
+    scheduler.check()
+    (after,) = scheduler.core.groups.show()
+    for half in ("now", "before"):
+        assert after[half][prefill] == pytest.approx(slowness * before[half][prefill], rel=1e-6)
+    ended = [number for number in range(40) if number not in (12, 25)]
+    for number in ended:
+        scheduler.cancel(number)
+        scheduler.check()
+    (left,) = scheduler.core.groups.show()
+    assert left["now"][prefill] + left["before"][prefill] > 0, "what was prefilled stays work done"
