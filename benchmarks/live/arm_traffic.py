@@ -5,7 +5,7 @@ over (a closed loop). Where every session has one turn, requests arrive whatever
 count from the start of a run; sessions begin as a Poisson process. The same seed makes the same sessions.
 
 A closed loop slows down with what it asks, so no rate is too much for it. It is held against a plan: a turn of a
-session is due `TURN_SECONDS` after the one before was due, however long the answer took. A session has the turns that
+session is due `turn_seconds` after the one before was due, however long the answer took. A session has the turns that
 are due within the run, and those that began before it are under way at its start: the planned rate is the same from the
 first second to the last, and every arm is asked for the same turns.
 """
@@ -33,8 +33,8 @@ DOCUMENT_TOKENS = (1200, 2000)
 SYSTEM_TOKENS, USERS, USER_TOKENS = 1500, 40, 150
 VIRAL_SHARE = 0.8  # of the requests of the middle third are about one document
 AGENT_TOKENS = 3900  # of the longest turn: an engine's context is 4,096
-PAUSE_SECONDS = 0.5  # mean between an answer and an agent's next turn
-TURN_SECONDS = 1.25  # between the turns of an agent, as planned: 0.75 s for an answer, and the pause
+TURN_SECONDS = 1.25  # between the turns of an agent, as planned: for an answer, and the pause before the next
+PAUSE_SHARE = 0.4  # of that is the pause, in the mean
 Encode = Callable[[str], list[int]]
 
 
@@ -61,10 +61,11 @@ class Session:
     key: int
     arrival_seconds: float
     turns: Sequence[Turn]
+    turn_seconds: float = TURN_SECONDS
 
     def due_seconds(self, number: int) -> float:
         """When a turn is to be asked by plan."""
-        return self.arrival_seconds + number * TURN_SECONDS
+        return self.arrival_seconds + number * self.turn_seconds
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,9 @@ def dialogues(file: Path) -> list[list[dict[str, Any]]]:
         return [one["traj"] for one in json.load(content)]
 
 
-def agent_turns(messages: Sequence[dict[str, Any]], encode: Encode, rng: np.random.Generator) -> list[Turn]:
+def agent_turns(
+    messages: Sequence[dict[str, Any]], encode: Encode, rng: np.random.Generator, pause_seconds: float
+) -> list[Turn]:
     """What an agent sends to have each of its answers, as far as prompts fit into an engine's context."""
     turns: list[Turn] = []
     text = ""
@@ -128,7 +131,7 @@ def agent_turns(messages: Sequence[dict[str, Any]], encode: Encode, rng: np.rand
             token_ids = encode(f"{text}[assistant] ")
             if len(token_ids) > AGENT_TOKENS:
                 break
-            pause = float(rng.exponential(PAUSE_SECONDS)) if turns else 0.0
+            pause = float(rng.exponential(pause_seconds)) if turns else 0.0
             turns.append(Turn(f"{text}[assistant] ", token_ids, pause))
         calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
         text += f"[{message['role']}] {message.get('content') or ''}{calls}\n"
@@ -159,17 +162,20 @@ def coding_prompts(sources: Sources) -> list[list[str]]:
 # --- the traffics -----------------------------------------------------------------------------------------------------
 
 
-def make_sessions(traffic: str, sources: Sources, rps: float, seconds: float, seed: int) -> list[Session]:
-    """The sessions of a run with about `rps` requests a second. Raises ValueError for an unknown traffic."""
+def make_sessions(
+    traffic: str, sources: Sources, rps: float, seconds: float, seed: int, turn_seconds: float = TURN_SECONDS
+) -> list[Session]:
+    """The sessions of a run with about `rps` requests a second, agents' turns `turn_seconds` apart. Raises ValueError
+    for an unknown traffic."""
     rng = np.random.default_rng([seed, TRAFFICS.index(traffic)] if traffic in TRAFFICS else seed)
     if traffic in ("documents", "viral document"):
         return about_documents(sources, arrivals(rng, rps, seconds), rng, seconds, traffic == "viral document")
     if traffic == "system prompt":
         return users_of_one_prompt(sources, arrivals(rng, rps, seconds), rng)
     if traffic == "agents":
-        return agents(sources, rps, seconds, rng)
+        return agents(sources, rps, seconds, rng, turn_seconds)
     if traffic == "coding agents":
-        return coding_agents(sources, rps, seconds, rng)
+        return coding_agents(sources, rps, seconds, rng, turn_seconds)
     raise ValueError(f"no traffic {traffic!r}; there are {', '.join(TRAFFICS)}")
 
 
@@ -199,46 +205,50 @@ def users_of_one_prompt(sources: Sources, times: Sequence[float], rng: np.random
     return made
 
 
-def agents(sources: Sources, rps: float, seconds: float, rng: np.random.Generator) -> list[Session]:
+def agents(
+    sources: Sources, rps: float, seconds: float, rng: np.random.Generator, turn_seconds: float
+) -> list[Session]:
     """Real dialogues, each an agent's; so many begin that `rps` turns are due each second."""
-    found = [agent_turns(one, sources.encode, rng) for one in dialogues(sources.agents)]
+    found = [agent_turns(one, sources.encode, rng, PAUSE_SHARE * turn_seconds) for one in dialogues(sources.agents)]
     found = [turns for turns in found if turns]
     return [
         session
-        for key, start, number in begun(list(map(len, found)), rps, seconds, rng)
-        if (session := within(key, start, found[number], seconds)).turns
+        for key, start, number in begun(list(map(len, found)), rps, seconds, rng, turn_seconds)
+        if (session := within(key, start, found[number], seconds, turn_seconds)).turns
     ]
 
 
-def coding_agents(sources: Sources, rps: float, seconds: float, rng: np.random.Generator) -> list[Session]:
+def coding_agents(
+    sources: Sources, rps: float, seconds: float, rng: np.random.Generator, turn_seconds: float
+) -> list[Session]:
     """The same of sessions that have no prefix in common: prompts of each that begins open with a line of its own."""
     found = coding_prompts(sources)
     made = []
-    for key, start, number in begun(list(map(len, found)), rps, seconds, rng):
-        pauses = [0.0, *map(float, rng.exponential(PAUSE_SECONDS, len(found[number]) - 1))]
+    for key, start, number in begun(list(map(len, found)), rps, seconds, rng, turn_seconds):
+        pauses = [0.0, *map(float, rng.exponential(PAUSE_SHARE * turn_seconds, len(found[number]) - 1))]
         texts = [f"[session {key}]\n{text}" for text in found[number]]
         turns = [Turn(text, [], pause) for text, pause in zip(texts, pauses, strict=True)]
-        session = within(key, start, turns, seconds)
+        session = within(key, start, turns, seconds, turn_seconds)
         session = replace(session, turns=[replace(one, token_ids=sources.encode(one.text)) for one in session.turns])
         made.append(session)
     return [session for session in made if session.turns]
 
 
 def begun(
-    turns: Sequence[int], rps: float, seconds: float, rng: np.random.Generator
+    turns: Sequence[int], rps: float, seconds: float, rng: np.random.Generator, turn_seconds: float
 ) -> Iterator[tuple[int, float, int]]:
     """(key, when its first turn is due, which it is) of dialogues with so many turns each, those that began before the
     run with them."""
-    lead = TURN_SECONDS * max(turns)
+    lead = turn_seconds * max(turns)
     order = rng.permutation(len(turns))
     times = arrivals(rng, rps * len(turns) / sum(turns), lead + seconds)
     for key, at in enumerate(times):
         yield key, at - lead, int(order[key % len(turns)])
 
 
-def within(key: int, start: float, turns: Sequence[Turn], seconds: float) -> Session:
+def within(key: int, start: float, turns: Sequence[Turn], seconds: float, turn_seconds: float) -> Session:
     """The part of a dialogue that is due in [0, seconds) if its first turn is due at `start`, which may be before 0."""
-    first = max(0, math.ceil(-start / TURN_SECONDS))
-    arrival = start + first * TURN_SECONDS
-    kept = turns[first : first + max(0, math.ceil((seconds - arrival) / TURN_SECONDS))]
-    return Session(key, arrival, kept)
+    first = max(0, math.ceil(-start / turn_seconds))
+    arrival = start + first * turn_seconds
+    kept = turns[first : first + max(0, math.ceil((seconds - arrival) / turn_seconds))]
+    return Session(key, arrival, kept, turn_seconds)

@@ -45,7 +45,7 @@ from benchmarks.common.facts import commit, first_line, machine
 from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.common.tables import rounded
 from benchmarks.live import arm_fleet, arm_noise, arm_plot, arm_report, engine_fleet
-from benchmarks.live.arm_traffic import TRAFFICS, Session, Sources, TextRequest, make_sessions
+from benchmarks.live.arm_traffic import TRAFFICS, TURN_SECONDS, Session, Sources, TextRequest, make_sessions
 from benchmarks.live.core_speed import CoreSpeed
 from benchmarks.live.engine_load import Ask, Outcome, outcome_of
 from benchmarks.live.run_engines import stdlib_files
@@ -268,7 +268,8 @@ class Bench:
 
     def sessions(self, traffic: str, rps: float, repetition: int) -> list[Session]:
         """The traffic of a repetition."""
-        return make_sessions(traffic, self.sources, rps, self.args.seconds, self.args.seed + repetition)
+        args = self.args
+        return make_sessions(traffic, self.sources, rps, args.seconds, args.seed + repetition, args.turn_seconds)
 
     async def find_saturation(self, traffic: str) -> float:
         """The kept one, or a new one, kept."""
@@ -332,7 +333,8 @@ def kept_up(outcomes: Sequence[Outcome] | None) -> bool:
 def settings_of(args: argparse.Namespace) -> Found:
     """What a run depends on and no cell says."""
     names = ("model", "workers", "capacity_tokens", "max_running", "seconds", "output_tokens")
-    return {name: getattr(args, name) for name in names} | ({"device": card()} if args.device != "cpu" else {})
+    found = {name: getattr(args, name) for name in names} | ({"device": card()} if args.device != "cpu" else {})
+    return found | ({"turn_seconds": args.turn_seconds} if args.turn_seconds != TURN_SECONDS else {})
 
 
 @functools.lru_cache(maxsize=1)
@@ -435,6 +437,7 @@ def parser() -> argparse.ArgumentParser:
     models = [*sorted(SPECS), CARD_MODEL]
     made.add_argument("--model", choices=models, default=model, help="llama-1m without AMX (%(default)s)")
     made.add_argument("--seconds", type=float, default=30.0, help="of arrivals in a run (%(default)s)")
+    made.add_argument("--turn-seconds", type=float, default=TURN_SECONDS, help="between agents' turns (%(default)s)")
     made.add_argument("--output-tokens", type=int, default=12)
     made.add_argument("--workers", type=int, default=2, help="engines, each on a core (%(default)s)")
     made.add_argument("--capacity-tokens", type=int, default=22_000, help="KV cache of each engine (%(default)s)")

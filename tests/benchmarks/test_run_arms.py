@@ -330,7 +330,7 @@ def test_users_share_the_system_prompt_and_then_their_own(sources: arm_traffic.S
 
 
 def test_an_agents_turn_goes_on_from_the_one_before(sources: arm_traffic.Sources) -> None:
-    first, second = arm_traffic.agent_turns(DIALOGUE, sources.encode, np.random.default_rng(1))
+    first, second = arm_traffic.agent_turns(DIALOGUE, sources.encode, np.random.default_rng(1), 0.5)
     assert first.text == "[system] be brief\n[user] hello\n[assistant] " and first.pause_seconds == 0.0
     assert second.text == first.text + 'yes[{"name": "look"}]\n[tool] found\n[assistant] ' and second.pause_seconds > 0
 
@@ -350,11 +350,22 @@ def test_coding_sessions_end_before_the_first_prompt_that_does_not_fit_and_have_
 def test_a_dialogue_has_the_turns_that_are_due_within_the_run() -> None:
     turns = [arm_traffic.Turn(str(n), [n]) for n in range(5)]
     step = arm_traffic.TURN_SECONDS
-    before = arm_traffic.within(1, -1.5 * step, turns, 100.0)
+    before = arm_traffic.within(1, -1.5 * step, turns, 100.0, step)
     assert before.turns == turns[2:] and before.arrival_seconds == pytest.approx(0.5 * step)
-    after = arm_traffic.within(1, 10.0, turns, 10.0 + 1.5 * step)
+    after = arm_traffic.within(1, 10.0, turns, 10.0 + 1.5 * step, step)
     assert after.turns == turns[:2] and after.due_seconds(1) == pytest.approx(10.0 + step)
-    assert not arm_traffic.within(1, -100.0, turns, 100.0).turns
+    assert not arm_traffic.within(1, -100.0, turns, 100.0, step).turns
+
+
+def test_agents_that_take_longer_between_turns_are_more_at_once(sources: arm_traffic.Sources) -> None:
+    def at_once(turn_seconds: float) -> tuple[int, list[float]]:
+        made = arm_traffic.make_sessions("agents", sources, 20.0, 60.0, 1, turn_seconds)
+        due = [one.due_seconds(number) for one in made for number in range(len(one.turns))]
+        return sum(one.arrival_seconds < turn_seconds for one in made), due
+
+    (few, quick), (many, slow) = at_once(1.25), at_once(6.0)
+    assert many > 3 * few
+    assert all(900 < sum(0.0 <= at < 60.0 for at in due) < 1500 for due in (quick, slow)), "as many in all"
 
 
 def test_as_many_turns_are_due_in_each_part_of_a_run(sources: arm_traffic.Sources) -> None:
