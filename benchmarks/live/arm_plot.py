@@ -38,7 +38,7 @@ def draw(kept: Sequence[Found], device: str = "cpu", file: Path | None = None) -
         if number < len(places):
             engine, traffic, load = places[number]
             panel(axes, {arm: runs_of(runs, engine, traffic, load, arm) for arm in shown})
-            axes.set_title(f"{engine}, {traffic}, {load:g}", fontsize=10, color=INK)
+            axes.set_title(f"{engine}, {traffic}, {load:g}", fontsize=9, color=INK)
         else:
             axes.set_visible(False)
     told = "mean TTFT, s; shorter is better\na dot for each repetition (hollow: noisy), a bar at their mean"

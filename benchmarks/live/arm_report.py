@@ -41,14 +41,24 @@ PICTURE = "![Mean TTFT of every arm: a dot for each repetition, a bar at their m
 
 
 def counted(kept: Sequence[Found]) -> dict[tuple[Any, ...], Found]:
-    """The run that counts of each (engine, traffic, load, repetition, arm)."""
+    """The run that counts of each (engine, traffic with its model, load, repetition, arm)."""
     found: dict[tuple[Any, ...], Found] = {}
     for run in kept:
         if run["kind"] == "run":
-            place = (run["engine"], run["traffic"], run["load"], run["repetition"], run["arm"])
+            place = (run["engine"], traffic_of(run), run["load"], run["repetition"], run["arm"])
             if place not in found or found[place]["noisy"]:
                 found[place] = run
     return found
+
+
+def traffic_of(found: Found) -> str:
+    """What was asked, and of what: figures of two models are of two places."""
+    return f"{found['traffic']} with {found['settings']['model']}"
+
+
+def kind_of(traffic: str) -> str:
+    """Which of TRAFFICS one with its model is."""
+    return traffic.partition(" with ")[0]
 
 
 def runs_of(runs: dict[tuple[Any, ...], Found], engine: str, traffic: str, load: float, arm: str) -> dict[int, Found]:
@@ -97,7 +107,7 @@ def bars(runs: dict[tuple[Any, ...], Found]) -> Iterator[list[str]]:
             if not found:
                 continue
             where = [f"{engine}, {traffic} at {load:g}", mine]
-            if load == BAR_LOAD and traffic in BAR_TRAFFICS:
+            if load == BAR_LOAD and kind_of(traffic) in BAR_TRAFFICS:
                 if "round robin" in found:
                     yield [*where, "round robin", *held(found["round robin"], BARS["round robin"], len(own))]
                 gateways = [arm for arm in GATEWAYS if arm in found]
@@ -122,10 +132,13 @@ BAR_COLUMNS = ["where", "arm of ours", "against", "asked, times", "measured, tim
 
 
 def traffics(runs: dict[tuple[Any, ...], Found]) -> Iterator[tuple[str, str, float]]:
-    """Every (engine, traffic, load) that has a run."""
-    there = {place[:3] for place in runs}
-    loads = sorted({*LOADS, *(place[2] for place in there)}, reverse=True)
-    yield from ((e, t, load) for e in ENGINES for t in TRAFFICS for load in loads if (e, t, load) in there)
+    """Every (engine, traffic with its model, load) that has a run: as ENGINES and TRAFFICS are, high loads first."""
+
+    def order(place: tuple[str, str, float]) -> tuple[int, int, str, float]:
+        engine, traffic, load = place
+        return ENGINES.index(engine), TRAFFICS.index(kind_of(traffic)), traffic, -load
+
+    yield from sorted({place[:3] for place in runs}, key=order)
 
 
 def losses(runs: dict[tuple[Any, ...], Found]) -> Iterator[str]:
@@ -143,18 +156,24 @@ def losses(runs: dict[tuple[Any, ...], Found]) -> Iterator[str]:
 
 def bar_of(other: str, traffic: str, load: float) -> float:
     """How many times our mean TTFT another's should be; 0 where nothing is asked but not to be behind."""
-    return BARS.get(other, 0.0) if load == BAR_LOAD and traffic in BAR_TRAFFICS else 0.0
+    return BARS.get(other, 0.0) if load == BAR_LOAD and kind_of(traffic) in BAR_TRAFFICS else 0.0
 
 
 def verdict(ratio: tuple[float, float, float], bar: float, samples: int) -> Iterator[str]:
     """The loss that a ratio is, if it is one."""
     middle, low, high = ratio
     if middle < 1 / BEHIND:
-        sure = f"of {samples} repetitions" if math.isinf(high) else "for certain" if high < 1 / BEHIND else "perhaps"
+        sure = "for certain" if high < 1 / BEHIND else "perhaps"
+        sure = f"of {counted_repetitions(samples)}" if math.isinf(high) else sure
         yield f"behind, {sure}: its mean TTFT is {shown(ratio)} times ours"
     elif middle < bar:
-        sure = "the interval reaches it" if not math.isinf(high) and high >= bar else f"{samples} repetitions"
+        sure = "the interval reaches it" if not math.isinf(high) and high >= bar else counted_repetitions(samples)
         yield f"short of {bar:g} times: its mean TTFT is {shown(ratio)} times ours ({sure})"
+
+
+def counted_repetitions(count: int) -> str:
+    """How many there are, for a sentence."""
+    return f"{count} repetition{'' if count == 1 else 's'}"
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -247,7 +266,7 @@ def speeds(runs: Sequence[Found]) -> str:
 
 def not_measured(runs: dict[tuple[Any, ...], Found], device: str = "cpu") -> Iterator[str]:
     """Engines, traffics and loads without any run."""
-    there = {place[:3] for place in runs}
+    there = {(engine, kind_of(traffic), load) for engine, traffic, load in traffics(runs)}
     for engine in ENGINES if device == "cpu" else ("vllm",):
         for traffic in TRAFFICS:
             lacking = [f"{load:g}" for load in LOADS if (engine, traffic, load) not in there]
@@ -257,7 +276,7 @@ def not_measured(runs: dict[tuple[Any, ...], Found], device: str = "cpu") -> Ite
 
 def saturations(kept: Sequence[Found]) -> str:
     """What the fixed partition keeps up with."""
-    rows = [[one["engine"], one["traffic"], f"{one['rps']:.2f}"] for one in kept if one["kind"] == "saturation"]
+    rows = [[one["engine"], traffic_of(one), f"{one['rps']:.2f}"] for one in kept if one["kind"] == "saturation"]
     return markdown(["engine", "traffic", "saturation of the fixed partition, requests/s"], rows)
 
 

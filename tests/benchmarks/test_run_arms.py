@@ -172,7 +172,7 @@ async def test_a_rate_is_given_up_at_its_first_late_answer_and_nothing_goes_on()
     sessions = [arm_traffic.Session(0, 0.0, [turn]), arm_traffic.Session(1, 0.0, [turn])]
     later = arm_traffic.Session(2, 3600.0, [turn])
     with pytest.raises(run_arms.Late):
-        await run_arms.send_all(ask, [*sessions, later], 2, 0.01)
+        await run_arms.send_all(ask, [*sessions, later], 2, 0.5)
     assert ended == [0] and running == 0
 
 
@@ -672,9 +672,18 @@ def test_the_picture_is_drawn_of_what_there_is(tmp_path: Path) -> None:
 def test_a_quiet_run_counts_before_a_noisy_one_and_arms_are_paired_by_repetition() -> None:
     kept = [run_of("smg", 1, 9.0, noisy=True), run_of("smg", 1, 2.0), run_of("smg", 2, 8.0)]
     runs = arm_report.counted([*kept, run_of("preble serve", 1, 1.0), run_of("preble serve", 3, 1.0)])
-    place = ("sglang", "documents", 0.95)
+    place = ("sglang", "documents with tiny", 0.95)
     others, own = (arm_report.runs_of(runs, *place, arm) for arm in ("smg", "preble serve"))
     assert arm_report.ratios(others, own) == [2.0]
+
+
+def test_figures_of_two_models_are_not_mixed() -> None:
+    other = {"settings": {"model": "larger"}}
+    kept = [run_of("preble serve", 1, 1.0), run_of("smg", 1, 2.0, **other), run_of("preble serve", 1, 4.0, **other)]
+    page = arm_report.page(kept)
+    assert "documents with larger at 0.95 | preble serve | the best of all others, smg | 0.95 | 0.50 | 1 |" in page
+    assert "documents with tiny at 0.95: preble serve against" not in page, "no other was run with it"
+    assert page.index("### sglang, documents with larger, 0.95") < page.index("### sglang, documents with tiny, 0.95")
 
 
 def test_an_interval_needs_three_repetitions() -> None:
