@@ -521,9 +521,8 @@ class Given:
 def learned(scheduler: GlobalScheduler, rows: list[tuple[Any, Any]]) -> list[list[CostModel]]:
     """The models of the workers after each half second of samples."""
     core, given, prior = scheduler.core, Given(rows), CostModel.preset("mistral-7b/a6000")
-    calibrator = Calibrator(
-        SimpleNamespace(tree=core.tree, loads=core.loads, groups=core.groups, timings=given, reprice_credits=lambda factor: None), 180.0
-    )
+    kept = {"tree": core.tree, "loads": core.loads, "groups": core.groups, "timings": given}
+    calibrator = Calibrator(SimpleNamespace(**kept, reprice_credits=lambda factor: None), 180.0)
     for index, name in enumerate(scheduler.stats()["workers"]):
         calibrator.opened(name, index, prior, prior)
     found = []
