@@ -2,7 +2,7 @@
 request, although those that wait together begin together. Simulated, beside round robin and least load. Owns the cases
 and the table.
 
-    python -m benchmarks.scale.prefill_starts --seeds 4        two minutes
+    python -m benchmarks.scale.prefill_starts --seeds 4        half a minute
 
 Two traffics: one system prompt of 1,500 tokens, 150 tokens of one of 20 users for each worker and a question; documents
 of 1,200 to 2,000 tokens, nine for each worker. Costs as of a small model on one CPU core, eight places, 22,000 tokens.
@@ -10,13 +10,12 @@ of 1,200 to 2,000 tokens, nine for each worker. Costs as of a small model on one
 
 from __future__ import annotations
 
-import argparse
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.common import facts
+from benchmarks.common import seeded
 from benchmarks.common.tables import markdown
 from preble import CostModel, WorkerSpec
 from preble.sim import SimConfig, simulate
@@ -92,14 +91,5 @@ def table(seeds: int) -> str:
     return markdown(["traffic", "workers", "requests/s a worker", *RULES, "e2 over the better of both"], rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=4)
-    args = parser.parse_args()
-    print(table(args.seeds))
-    made = facts.environment(0)
-    print(f"\n`{made['command']}`, commit {made['commit']}, seeds 0 to {args.seeds - 1}, {made['machine']}.")
-
-
 if __name__ == "__main__":
-    main()
+    seeded.print_table(__doc__, table, seeds=4)
