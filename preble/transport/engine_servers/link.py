@@ -6,7 +6,8 @@ session with one data-parallel rank: its requests, its heartbeat, its name.
 To `fleet` a `ServerLink` is what a `client.WorkerLink` is to a worker of ours: it opens, runs until the server
 is lost, and says why. A server that hangs, in front or behind (`watch`), is suspect after `hung_after_seconds`, and
 lost after `give_up_seconds` of silence; one whose port is closed is lost at once. One that answers and does not work
-is asked for a token until it makes one. A stream that breaks off is a request to be gone on with elsewhere.
+is asked for a token until it makes one. One whose output comes is seldom asked for its load. A stream that breaks off
+is a request to be gone on with elsewhere.
 
 The epoch is that of the server's start where it reports one, else every session is an epoch of its own: then no
 estimate outlives a break. A kept connection that the server has closed may mean another start: it is asked for.
@@ -56,6 +57,8 @@ _RANK = "rank="
 _REFUSALS = {InvalidInput: "invalid", QueueFull: "queue_full", EngineError: "engine", HandshakeRefused: "engine"}
 _ELSEWHERE = "engine_failed"  # for no fault of the request: another worker may do better
 JUDGED_EACH_BEAT = 4  # times
+LOAD_SHARE = 0.005  # of the time that a server whose output comes may take to report its load
+LOAD_SECONDS_MAX = 5.0  # between two such reports
 _PROBE = (1,)  # the prompt for which a server that hung is asked for a token
 
 
@@ -349,6 +352,7 @@ class ServerLink:
         """Ask for the load, again and again; return when nobody is there any more, or another start is."""
         while True:
             self._ask_now.clear()
+            asked_at = self._clock()
             try:
                 loads = await self._server.load()
                 if self._server.connections != self._connections and not await self._is_same_start():
@@ -363,8 +367,20 @@ class ServerLink:
                 if own is not None:
                     self._watch.reported(own)
                 self._report(own)
+            await self._until_next_question(self._clock() - asked_at)
+
+    async def _until_next_question(self, took_seconds: float) -> None:
+        """A heartbeat, or less where an answer is wanted at once. While output comes nobody needs to ask whether the
+        server works, and to write its metrics takes vLLM 10 ms in the process that streams them: so that is asked for
+        no more than `LOAD_SHARE` of the time."""
+        heartbeat = self._config.heartbeat_seconds
+        left = min(took_seconds / LOAD_SHARE, LOAD_SECONDS_MAX)
+        while True:
             with contextlib.suppress(asyncio.TimeoutError):
-                await within(self._config.heartbeat_seconds, self._ask_now.wait())
+                await within(heartbeat, self._ask_now.wait())
+            left -= heartbeat
+            if left <= 0.0 or self._ask_now.is_set() or self._watch.silent_seconds >= heartbeat / 2:
+                return
 
     async def _is_same_start(self) -> bool:
         """Whether the server is the one that was met; one that does not say is. Raises `TransportError`."""

@@ -10,13 +10,15 @@ import json
 import random
 import zlib
 from collections.abc import AsyncIterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import zmq
 from aiohttp import web
 
 from preble import Router, SamplingParams
+from preble.clock import ManualClock
 from preble.errors import (
     EngineError,
     HandshakeRefused,
@@ -26,10 +28,12 @@ from preble.errors import (
     QueueFull,
     WorkerLost,
 )
-from preble.transport.engine_servers.http_client import EngineServer
+from preble.transport.client import LinkConfig
+from preble.transport.engine_servers import link
+from preble.transport.engine_servers.http_client import EngineServer, Unreachable
 from preble.transport.engine_servers.kv_event_subscriber import FeedConfig
 from preble.transport.engine_servers.server_info import EventSource, ServerOptions, sglang_info
-from preble.transport.engine_servers.watch import ON_TIME_MIN
+from preble.transport.engine_servers.watch import ON_TIME_MIN, EngineWatch
 from preble.transport.namespaces import keys_of, namespace_of, salt_of
 from preble.types import BlockKeys
 from tests.support.attach import BLOCK, FakePublisher, FakeServer, batch
@@ -308,6 +312,41 @@ async def test_a_request_that_waits_for_long_at_a_server_that_works_is_waited_fo
         held.set()
         tokens, _ = await stream
         assert tokens == expected_tokens(PROMPT, 12) and worker_at(router, first).counters.suspect_spells == 0
+
+
+# How long one that took so many seconds to report its load, and was silent for so many, is left alone: in heartbeats.
+@pytest.mark.parametrize(
+    ("took", "silent", "beats"),
+    [(0.001, 0.0, 1), (0.01, 0.0, 4), (0.01, 0.24, 4), (0.01, 0.25, 1), (1.0, 0.0, 10), (0.0, 0.0, 1)],
+)
+@asynchronous
+async def test_while_output_comes_a_server_is_asked_for_its_load_no_more_than_it_takes_to_report_it(
+    took: float, silent: float, beats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    clock = ManualClock()
+
+    async def within(seconds: float, work: Any) -> None:
+        work.close()
+        waited.append(seconds)
+        raise asyncio.TimeoutError
+
+    async def load() -> tuple[()]:
+        if waited:
+            raise Unreachable("it is gone")
+        clock.advance(took)
+        return ()
+
+    monkeypatch.setattr(link, "within", within)
+    own = link.ServerLink.__new__(link.ServerLink)
+    own.rank, own._clock, own._ask_now, own._config = 0, clock, asyncio.Event(), LinkConfig(heartbeat_seconds=0.5)
+    own._server = cast("EngineServer", SimpleNamespace(load=load, connections=1))
+    own._watch = cast("EngineWatch", SimpleNamespace(silent_seconds=silent))
+    own._connections = 1
+    monkeypatch.setattr(link.ServerLink, "_recover", lambda self: None)
+    monkeypatch.setattr(link.ServerLink, "_report", lambda self, load: None)
+    assert await own._ask_loop() == "it is gone"
+    assert waited == [0.5] * beats
 
 
 @both_servers
