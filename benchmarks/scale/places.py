@@ -9,12 +9,13 @@ the mean (geometric); workers with the A6000's costs and eight places. "e2, unkn
 
 from __future__ import annotations
 
+import argparse
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.common import seeded
+from benchmarks.common import facts
 from benchmarks.common.tables import markdown
 from preble import WorkerSpec
 from preble.sim import SimConfig, simulate
@@ -87,5 +88,14 @@ def table(seeds: int) -> str:
     return markdown(["workers", "requests/s a worker", *RULES, "TTFT, known over unknown"], rows)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=6)
+    args = parser.parse_args()
+    print(table(args.seeds))
+    made = facts.environment(0)
+    print(f"\n`{made['command']}`, commit {made['commit']}, seeds 0 to {args.seeds - 1}, {made['machine']}.")
+
+
 if __name__ == "__main__":
-    seeded.print_table(__doc__, table, seeds=6)
+    main()
