@@ -180,7 +180,7 @@ class FakeServer:
         self.let_go()
         app = web.Application(middlewares=[self._meet], client_max_size=64 << 20)
         app.router.add_route("*", "/{path:.*}", self._answer)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.001, handler_cancellation=True)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.001, handler_cancellation=True)  # 0: no limit
         await self._runner.setup()
         site = web.TCPSite(self._runner, self.host, self.port, ssl_context=self.tls)
         await site.start()

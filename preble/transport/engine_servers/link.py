@@ -5,9 +5,9 @@ session with one data-parallel rank: its requests, its heartbeat, its name.
 
 To `fleet` a `ServerLink` is what a `client.WorkerLink` is to a worker of ours: it opens, runs until the server
 is lost, and says why. A server that hangs, in front or behind (`watch`), is suspect after `hung_after_seconds`, and
-lost after `give_up_seconds` of silence; one whose port is closed is lost at once. One that answers and does not work
-is asked for a token until it makes one. One whose output comes is seldom asked for its load. A stream that breaks off
-is a request to be gone on with elsewhere.
+lost after `give_up_seconds` of silence; one whose port is closed is lost when next asked. One that answers and does
+not work is asked for a token until it makes one. One whose output comes is seldom asked for its load. A stream that
+breaks off is a request to be gone on with elsewhere.
 
 The epoch is that of the server's start where it reports one, else every session is an epoch of its own: then no
 estimate outlives a break. A kept connection that the server has closed may mean another start: it is asked for.
@@ -371,7 +371,7 @@ class ServerLink:
 
     async def _until_next_question(self, took_seconds: float) -> None:
         """A heartbeat, or less where an answer is wanted at once. While output comes nobody needs to ask whether the
-        server works, and to write its metrics takes vLLM 10 ms in the process that streams them: so that is asked for
+        server works, and to write its metrics takes vLLM 8 ms in the process that streams them: so that is asked for
         no more than `LOAD_SHARE` of the time."""
         heartbeat = self._config.heartbeat_seconds
         left = min(took_seconds / LOAD_SHARE, LOAD_SECONDS_MAX)

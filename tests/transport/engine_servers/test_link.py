@@ -320,7 +320,7 @@ async def test_a_request_that_waits_for_long_at_a_server_that_works_is_waited_fo
     [(0.001, 0.0, 1), (0.01, 0.0, 4), (0.01, 0.24, 4), (0.01, 0.25, 1), (1.0, 0.0, 10), (0.0, 0.0, 1)],
 )
 @asynchronous
-async def test_while_output_comes_a_server_is_asked_for_its_load_no_more_than_it_takes_to_report_it(
+async def test_while_output_comes_a_server_is_asked_for_its_load_the_less_often_the_longer_that_takes(
     took: float, silent: float, beats: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []
