@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
     from ._core.token_types import TokenIds
     from ._placement.decision import Decision
+    from .scheduling.cost_factors import Logs
     from .scheduling.pairs.halves import PairHalves
     from .scheduling.policy_state import PolicyState
     from .scheduling.pulls.link_times import Transfer
@@ -448,8 +449,8 @@ class GlobalScheduler(PairCalls):
 
     def add_worker(self, spec: WorkerSpec | str, *, served: ServedWork | None = None) -> WorkerSpec:
         """Let a worker take requests. `spec`: a WorkerSpec, or an id alone. `served`: what it says of its speed, which
-        counts until its times are known; only where costs are learned and the spec has none. Returns the spec. Raises
-        DuplicateWorker, InvalidConfig; then nothing has changed. O(workers)."""
+        counts for it and its likes until their times are known; only where costs are learned and the spec has none.
+        Returns the spec. Raises DuplicateWorker, InvalidConfig; then nothing has changed. O(workers)."""
         if isinstance(spec, str):
             spec = WorkerSpec(spec)
         if not isinstance(spec, WorkerSpec):
@@ -458,8 +459,10 @@ class GlobalScheduler(PairCalls):
         with self._lock:
             if spec.id in self._workers:
                 raise DuplicateWorker(f"worker {spec.id!r} exists already")
+            said = None
             if served is not None and spec.cost_model is None and self._calibrator is not None:
-                cost = scaled(cost, logs_of_served(cost, served))
+                said = logs_of_served(cost, served)
+                cost = scaled(cost, self._calibrator.first_logs(cost, said))
             index = self.core.open_worker(
                 *(spec.id, spec.kv_capacity_tokens, spec.block_size, cost, self.now()),
                 cached_first=spec.cached_first,
@@ -467,10 +470,12 @@ class GlobalScheduler(PairCalls):
             )
             if spec.below_capacity_tokens:
                 self.core.tree.set_below(index, spec.below_capacity_tokens)
-            self._adopt(spec, index, False, cost, guessed=served is not None)
+            self._adopt(spec, index, False, cost, said)
         return spec
 
-    def _adopt(self, spec: WorkerSpec, index: int, draining: bool, cost: CostModel, guessed: bool = False) -> _Worker:
+    def _adopt(
+        self, spec: WorkerSpec, index: int, draining: bool, cost: CostModel, said: Logs | None = None
+    ) -> _Worker:
         """Keep what belongs to a worker that the core knows."""
         blocks_max = 1024 + 4 * ((spec.kv_capacity_tokens + spec.below_capacity_tokens) // spec.block_size)
         worker = _Worker(spec, index, BlockIndex(self.core.tree, index, blocks_max), draining)
@@ -483,7 +488,7 @@ class GlobalScheduler(PairCalls):
             self._pairs = self._policy_state = with_role(self.core, self._policy_state, spec, self.now())
         if self._calibrator is not None:
             prior = _cost_model(spec.cost_model, "cost_model") or self._cost_model
-            self._calibrator.opened(spec.id, index, prior, cost, guessed)
+            self._calibrator.opened(spec.id, index, prior, cost, said)
         if self._policy_state is not None:
             self._policy_state.opened(spec.id, index, cost)
         return worker

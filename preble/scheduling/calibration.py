@@ -12,7 +12,9 @@ operator what is behind it. Knows nothing of requests, prompts or policies.
      them look another kind than the rest, and one side would get no request. After that, too, who is first measured
      surely is no other kind than those that are not sure yet. Who is not measured is never taken for
      slower than those that are: who looks slow without a sample gets no request, and without one no sample. As long as
-     nobody has samples, what workers say of requests that others sent them counts, and gives way to the first ones.
+     nobody has samples, what workers say of requests that others sent them counts, and gives way to the first ones; but
+     for the group, and for nobody alone: it is of times among others' prefills, so that one of two equal engines that
+     was busier says that it is several times slower (docs/experiments/served-before.md).
   3. A prior is kept until it is clearly wrong for what the worker usually does, and a model is published only where
      it differs enough from the one that is: workers that are alike stay exactly alike.
 """
@@ -81,15 +83,21 @@ class Calibrator:
         self._learned: set[Hashable] = set()  # groups of which more is known than what workers said of themselves
         self._changed = False  # since groups were last looked at: who is there, what is known of somebody, or published
 
-    def opened(self, name: str, index: int, prior: CostModel, published: CostModel, guessed: bool = False) -> None:
-        """A worker joined, whose decisions reckon with `published`: its prior, or what was known of it when it was
-        restored. `guessed`: it is what the worker said of requests of others, which counts until there are samples."""
+    def first_logs(self, prior: CostModel, said: Logs) -> Logs:
+        """The factors for who joins and says so of its speed: its group's where somebody of it is there, so that nobody
+        looks slow for what it said."""
+        key = key_of(prior)
+        return self._groups[key] if any(worker.key == key for worker in self._workers.values()) else said
+
+    def opened(self, name: str, index: int, prior: CostModel, published: CostModel, said: Logs | None = None) -> None:
+        """A worker joined, whose decisions reckon with `published`: its prior, what was known of it when it was
+        restored, or `first_logs` of what it `said` of requests of others, which counts until there are samples."""
         logs = logs_between(prior, published)
-        worker = _Measured(index, prior, key_of(prior), logs, said=logs if guessed else None)
+        worker = _Measured(index, prior, key_of(prior), logs, said=said)
         self._workers[name] = worker
         self._changed = True
         self._groups.setdefault(worker.key, logs)
-        if not guessed and logs != PRIOR:
+        if said is None and logs != PRIOR:
             self._learned.add(worker.key)
 
     def closed(self, name: str) -> None:
@@ -176,8 +184,6 @@ class Calibrator:
             if worker is None:
                 return
             wanted = (self._unmeasured if worker.found is None else self._groups).get(worker.key, PRIOR)
-            if worker.said is not None and worker.key not in self._learned and _are_apart(worker.said, wanted):
-                wanted = worker.said
             if worker.own and worker.found is not None:
                 wanted = rounded(worker.found.logs)
                 if not worker.found.differs(worker.published, WORTH_PUBLISHING):
@@ -270,11 +276,6 @@ def _is_other(worker: _Measured, taken: Logs, middle: Estimate | None, measured:
     if middle is None or not found.differs(taken, OTHER_THAN_GROUP):
         return False
     return found.is_other(middle, measured, OTHER_THAN_GROUP)
-
-
-def _are_apart(logs: Logs, others: Logs) -> bool:
-    """Whether some factor is another by more than a worker's may be from its group's."""
-    return max(abs(log - other) for log, other in zip(logs, others, strict=True)) > OTHER_THAN_GROUP
 
 
 def _of_unmeasured(taken: Logs, group: list[_Measured]) -> Logs:
