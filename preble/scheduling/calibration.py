@@ -14,7 +14,7 @@ operator what is behind it. Knows nothing of requests, prompts or policies.
      slower than those that are: who looks slow without a sample gets no request, and without one no sample. As long as
      nobody has samples, what workers say of requests that others sent them counts, and gives way to the first ones; but
      for the group, and for nobody alone: it is of times among others' prefills, so that one of two equal engines that
-     was busier says that it is several times slower (docs/experiments/served-before.md).
+     was busier says that it is several times slower (docs/experiments/learning.md).
   3. A prior is kept until it is clearly wrong for what the worker usually does, and a model is published only where
      it differs enough from the one that is: workers that are alike stay exactly alike.
 """

@@ -85,6 +85,11 @@ class Simulation:
         self._worker, self._placed, self._cached = (np.full(count, -1, np.int64) for _ in range(3))
 
     @property
+    def clock(self) -> ManualClock:
+        """Its time; it alone moves it."""
+        return self._clock
+
+    @property
     def scheduler(self) -> GlobalScheduler:
         """The first router's; before `run` it may be replaced by another one on the same clock."""
         return self.routers.schedulers[0]

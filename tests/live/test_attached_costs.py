@@ -110,7 +110,7 @@ def test_a_model_wrong_by_far_gives_way_to_what_requests_take(
     async def story() -> None:
         for number, factor in enumerate((1.0, FACTOR, 1.0 / FACTOR)):
             path = tmp_path / f"{number}.json"
-            scaled(right, (math.log(factor),) * 4).save(path)
+            scaled(right, (math.log(factor),) * 5).save(path)
             found[factor] = await learned(front, path, number)
 
     asyncio.run(asyncio.wait_for(story(), LIMIT_SECONDS))

@@ -160,7 +160,7 @@ def test_a_simulated_fleet_under_a_shadow_runs_as_without(policy: str, shadow: s
     plain = sim.simulate(tools(40), settings)
     watched = sim.Simulation(tools(40), settings, None)
     watched.scheduler = GlobalScheduler(
-        policy=policy, cost_model=PLAIN, clock=watched._clock, record=DecisionRecording(keep=64), shadow=shadow
+        policy=policy, cost_model=PLAIN, clock=watched.clock, record=DecisionRecording(keep=64), shadow=shadow
     )
     assert watched.run().trace_hash == plain.trace_hash
     watched.scheduler.check()
