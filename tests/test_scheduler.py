@@ -275,6 +275,28 @@ def test_a_prefix_that_was_evicted_meets_at_its_home() -> None:
     assert less.eviction_seconds == pytest.approx(moved)
 
 
+@pytest.mark.parametrize(
+    ("kind", "capacity_tokens", "chosen"),
+    [("another", 103, "other"), ("another", 102, "home"), ("the same", 103, "home")],  # 101 tokens, an output of 1 each
+)
+def test_a_home_is_left_for_a_worker_of_another_kind_with_room(kind: str, capacity_tokens: int, chosen: str) -> None:
+    """What goes there is kept, and it is dearer there, so nobody goes by chance: of unequal workers the fast ones were
+    given everything again and again, more than they could cache, while slow ones had room."""
+    slow = CostModel([(0, 0.0011), (100_000, 110.0011)]) if kind == "another" else FLAT
+    sched = scheduler("home")
+    sched.add_worker(WorkerSpec("other", kv_capacity_tokens=capacity_tokens, cost_model=slow))
+    serve(sched, DOCUMENT, "home")
+    sched.apply("home", [PrefixEvicted(DOCUMENT, 0)])
+    forget_load(sched)
+    sched.schedule(fresh(150), exclude=["other"], max_new_tokens=1)
+    sched.schedule(fresh(90, 10_000), exclude=["home"], max_new_tokens=1)
+    sched.apply("other", [PrefixEvicted(fresh(90, 10_000), 0)])
+    why = sched.explain([*DOCUMENT, 1], max_new_tokens=1)
+    assert why.worker == chosen
+    assert (terms(sched, [*DOCUMENT, 1], "other", max_new_tokens=1).eviction_seconds > 0.0) == (chosen == "home")
+    sched.check()
+
+
 def test_a_home_is_left_for_what_is_cached_elsewhere_and_for_a_long_wait() -> None:
     sched = scheduler("idle", "home")
     serve(sched, DOCUMENT, "home")

@@ -27,6 +27,7 @@ cdef enum Service:               # which requests a worker takes: `eligible` of 
 cdef struct Terms:               # one worker in one decision; seconds unless said
     bint weighed                 # might take the request
     bint candidate               # was compared
+    bint must_evict              # has no room in its GPU's memory for what it lacks and the output
     uint32_t whole               # tokens of the prompt its marks cover, in whole blocks
     uint32_t usable              # of these, at most prompt - 1, in whole blocks
     uint32_t passes              # the same, where they let the prompt pass what waits there; else 0
@@ -86,6 +87,7 @@ cdef struct Prices:              # what is the same for all workers in one decis
     Outstanding fleet            # of the workers that take requests; W is its mean
     double passed                # of what is ahead, by share of the prompt that is cached
     uint32_t home                # of a known prefix that nobody holds: whose cache it was in last; NONE: it has none
+    uint32_t home_alike          # the kind of that worker: equal for equal cost models
     uint32_t alike               # the last worker weighed had this cost model and held so much:
     uint32_t usable
     double prefill               # P of such a worker

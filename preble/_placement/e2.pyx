@@ -13,7 +13,8 @@ books what is chosen here.
     decode     0.3 o b C                       its own output in that batch
     eviction   2 h e P (1 + kappa) + 50 ms     what must be computed again, if it is used as often as the rest; 50 ms
                or min(3 P (1 + kappa), W) more for a copy's room, where others hold the prompt and this one does not;
-                                               or, where nobody does, on every worker but its home
+                                               or, where nobody does, away from its home, but for
+                                               one of another cost model that has room
     balance    L / 50 min(2 rho, 1)            so that equals take turns over the window
     credit     what a copy costs here, if saved up  so that copies are made that no request alone would make
 
@@ -229,11 +230,12 @@ cdef inline double least_beside(const Row* row, const Prices* prices) noexcept n
 
 cdef inline void charge_copy(Terms* terms, uint32_t worker, uint32_t least_held, const Prices* prices) noexcept nogil:
     """Add the room that a copy takes, where others are holders of the prompt (`least_held` is not NONE) and this worker
-    is none; where nobody is, and another worker is its home, what it costs to move it."""
+    is none; where nobody is, and another worker is its home, what it costs to move it: but to one of another kind that
+    has room. The worker was weighed last."""
     cdef double seconds = 0.0
     if least_held != NONE:
         seconds = COPY_SECONDS if terms.whole < least_held else 0.0
-    elif prices.home != NONE and prices.home != worker:
+    elif prices.home != NONE and prices.home != worker and (terms.must_evict or prices.alike == prices.home_alike):
         seconds = prices.fleet.ahead / max(prices.fleet.workers, 1)
         seconds = min(MOVED_USES * terms.prefill * (1.0 + prices.pressure), seconds)
     terms.eviction += seconds
@@ -527,7 +529,7 @@ cdef class E2:
         """Fill in every term, of the queue, of which `ahead` seconds stay ahead, all but what counts twice: at most the
         total that `weigh` comes to."""
         cdef Row* row = &self.loads.rows[worker]
-        cdef double live = load32(&row.live_requests)
+        cdef double live = load32(&row.live_requests), evicted
         if load32(&row.alike) != prices.alike or terms.usable != prices.usable:
             self.price_of(prices, worker, terms.usable, request.count)
         terms.load = load_double(&row.load_seconds)
@@ -538,9 +540,9 @@ cdef class E2:
         terms.others = (prices.prefill * (prices.pressure + INTERRUPTED_SHARE * live)
                         + prices.context_seconds * request.count * live)
         terms.decode = prices.context_seconds * load32(&row.live_prompt_tokens)
-        terms.eviction = (evicted_share(&load_workers(&self.tree.t.workers)[worker], row,
-                                        request.count - terms.usable, prices)
-                          * prices.evicted_uses * prices.prefill * (1.0 + prices.pressure))
+        evicted = evicted_share(&load_workers(&self.tree.t.workers)[worker], row, request.count - terms.usable, prices)
+        terms.must_evict = evicted > 0.0
+        terms.eviction = evicted * prices.evicted_uses * prices.prefill * (1.0 + prices.pressure)
         if prices.some_below and terms.eviction > 0.0:
             terms.eviction = self.sent_away_seconds(worker, request.count - terms.usable, terms, prices)
         terms.balance = LOAD_SHARE * terms.load * min(terms.load / (HALF_BUSY * prices.longest), 1.0)
@@ -624,6 +626,8 @@ cdef class E2:
         cdef Choice choice
         if least_held == NONE:
             prices.home = self.home_of(s, request, best)
+            if prices.home != NONE:
+                prices.home_alike = load32(&self.loads.rows[prices.home].alike)
         if request.everyone:
             self.weigh_all(s, request, least_held, &prices)
             self.set_candidates(s, least_held)

@@ -542,6 +542,7 @@ class Row:
     tie: tuple[float, ...]
     loading: float
     loaded: tuple[int, int]
+    must_evict: bool = False
     credit: float = 0.0
 
     @property
@@ -659,7 +660,7 @@ class NaiveScheduler:
             kept = [name for name in names if self.accounts[name].accuracy.eighths == 8]
             there = next((name for _, name in homes if name in kept), None)
             if there is not None and held[there] >= longest:
-                rows = [row if row.worker == there else self.moved(row, prices) for row in rows]
+                rows = [row if row.worker == there else self.moved(row, there, prices) for row in rows]
             best = min(rows, key=lambda row: (row.total, row.tie))
             agreed = self.agreed(rows, best, path[1], longest, math.inf, prices, now)
             return Choice(agreed.worker, "explore" if agreed is best else "rendezvous", rows)
@@ -698,8 +699,10 @@ class NaiveScheduler:
             return choice
         return replace(choice, or_else=left_for(rival) if choice is stays else stays)
 
-    def moved(self, row: Row, prices: Prices) -> Row:
-        """What is known has its home elsewhere."""
+    def moved(self, row: Row, home: str, prices: Prices) -> Row:
+        """What is known has its home elsewhere: it may go to a worker of another kind that has room for it."""
+        if not row.must_evict and vars(self.accounts[row.worker].cost) != vars(self.accounts[home].cost):
+            return row
         wait = sum(self.outstanding(one) for one in prices.fleet) / len(prices.fleet)
         return replace(row, eviction=row.eviction + min(MOVED_USES * row.prefill * (1.0 + prices.pressure), wait))
 
@@ -811,6 +814,7 @@ class NaiveScheduler:
             others=prefill * (prices.pressure + INTERRUPTED_SHARE * live) + context * length * live,
             decode=context * sum(booking.prompt_tokens for booking in account.live),
             eviction=eviction,
+            must_evict=lacking(account.spec.kv_capacity_tokens, here) > 0.0,
             balance=LOAD_SHARE * load * min(1.0, load / (0.5 * self.longest_observed(now))),
             live=live,
             tie=(-usable, live, self.tree.cached(name), self.places.index(name)),
