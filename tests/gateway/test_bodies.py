@@ -6,6 +6,7 @@ makes requests for every operation of /openapi.json, right ones and wrong ones, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import sys
@@ -212,8 +213,9 @@ def test_no_bytes_make_a_5xx(gateway: GatewayProcess, raw: bytes) -> None:
         connection.sendall(raw)
         connection.shutdown(socket.SHUT_WR)
         answer = b""
-        while part := connection.recv(4096):
-            answer += part
+        with contextlib.suppress(ConnectionResetError):  # who is refused before all was read of it may be cut off
+            while part := connection.recv(4096):
+                answer += part
     assert not answer or answer.split(b" ")[1][:1] in b"1234", answer[:100]
 
 
