@@ -9,14 +9,12 @@ the mean (geometric); workers with the A6000's costs and eight places. "e2, unkn
 
 from __future__ import annotations
 
-import argparse
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.common import facts
 from benchmarks.common.tables import markdown
+from benchmarks.scale.seeded_cells import means_of_places, print_table, shown
 from preble import WorkerSpec
 from preble.sim import SimConfig, simulate
 from preble.sim.config import engine_config
@@ -76,26 +74,13 @@ def run(cell: Cell) -> dict[str, list[float]]:
 def table(seeds: int) -> str:
     """Means over the seeds: TTFT, its p99, latency."""
     places = [(workers, rate) for workers in WORKERS for rate in RATES]
-    with ProcessPoolExecutor() as pool:
-        found = list(pool.map(run, (Cell(*place, seed) for place in places for seed in range(seeds))))
+    cells = [Cell(*place, seed) for place in places for seed in range(seeds)]
     rows = []
-    for at, (workers, rate) in enumerate(places):
-        own = found[at * seeds : (at + 1) * seeds]
-        means = {name: np.mean([one[name] for one in own], axis=0) for name in RULES}
-        shown = [" / ".join(f"{seconds:.3g}" for seconds in means[name].tolist()) for name in RULES]
+    for (workers, rate), means in zip(places, means_of_places(run, cells, seeds), strict=True):
         gain = means["e2"][0] / means["e2, unknown"][0]
-        rows.append([str(workers), f"{rate:g}", *shown, f"{gain:.2f}"])
+        rows.append([str(workers), f"{rate:g}", *shown(means), f"{gain:.2f}"])
     return markdown(["workers", "requests/s a worker", *RULES, "TTFT, known over unknown"], rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=6)
-    args = parser.parse_args()
-    print(table(args.seeds))
-    made = facts.environment(0)
-    print(f"\n`{made['command']}`, commit {made['commit']}, seeds 0 to {args.seeds - 1}, {made['machine']}.")
-
-
 if __name__ == "__main__":
-    main()
+    print_table(__doc__, table, 6)

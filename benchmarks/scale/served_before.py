@@ -10,16 +10,14 @@ workers as slow as a small model on a core, which nobody described.
 
 from __future__ import annotations
 
-import argparse
 import math
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common import facts
 from benchmarks.common.tables import markdown
+from benchmarks.scale.seeded_cells import means_of_places, print_table, shown
 from preble import CostModel, GlobalScheduler, SchedulerConfig, WorkerSpec
 from preble.scheduling.calibration import NEUTRAL
 from preble.scheduling.cost_factors import scaled
@@ -111,27 +109,14 @@ def run(cell: Cell) -> dict[str, list[float]]:
 def table(seeds: int) -> str:
     """Means over the seeds: TTFT, its p99, latency."""
     places = [(case, rate) for case in CASES for rate in RATES]
-    with ProcessPoolExecutor() as pool:
-        found = list(pool.map(run, (Cell(*place, seed) for place in places for seed in range(seeds))))
+    cells = [Cell(*place, seed) for place in places for seed in range(seeds)]
     rows = []
-    for at, (case, rate) in enumerate(places):
-        own = found[at * seeds : (at + 1) * seeds]
-        means = {name: np.mean([one[name] for one in own], axis=0) for name in RULES}
-        shown = [" / ".join(f"{seconds:.3g}" for seconds in means[name].tolist()) for name in RULES]
+    for (case, rate), means in zip(places, means_of_places(run, cells, seeds), strict=True):
         cost = means["e2, as said"][0] / means["e2, costs given"][0]
-        rows.append([case, f"{rate:g}", *shown, f"{cost:.2f}"])
+        rows.append([case, f"{rate:g}", *shown(means), f"{cost:.2f}"])
     titles = [name.replace("_", " ") for name in RULES]
     return markdown(["workers", "requests/s a worker", *titles, "TTFT, as said over given"], rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=8)
-    args = parser.parse_args()
-    print(table(args.seeds))
-    made = facts.environment(0)
-    print(f"\n`{made['command']}`, commit {made['commit']}, seeds 0 to {args.seeds - 1}, {made['machine']}.")
-
-
 if __name__ == "__main__":
-    main()
+    print_table(__doc__, table, 8)
