@@ -6,8 +6,8 @@ session with one data-parallel rank: its requests, its heartbeat, its name.
 To `fleet` a `ServerLink` is what a `client.WorkerLink` is to a worker of ours: it opens, runs until the server
 is lost, and says why. A server that hangs, in front or behind (`watch`), is suspect after `hung_after_seconds`, and
 lost after `give_up_seconds` of silence; one whose port is closed is lost when next asked. One that answers and does
-not work is asked for a token until it makes one. One whose output comes is seldom asked for its load. A stream that
-breaks off is a request to be gone on with elsewhere.
+not work is asked for a token until it makes one. Its load is asked for seldom until that decides. A stream that breaks
+off is a request to be gone on with elsewhere.
 
 The epoch is that of the server's start where it reports one, else every session is an epoch of its own: then no
 estimate outlives a break. A kept connection that the server has closed may mean another start: it is asked for.
@@ -57,7 +57,7 @@ _RANK = "rank="
 _REFUSALS = {InvalidInput: "invalid", QueueFull: "queue_full", EngineError: "engine", HandshakeRefused: "engine"}
 _ELSEWHERE = "engine_failed"  # for no fault of the request: another worker may do better
 JUDGED_EACH_BEAT = 4  # times
-LOAD_SHARE = 0.005  # of the time that a server whose output comes may take to report its load
+LOAD_SHARE = 0.005  # of the time that a server may take to report its load where nothing depends on it
 LOAD_SECONDS_MAX = 5.0  # between two such reports
 _PROBE = (1,)  # the prompt for which a server that hung is asked for a token
 
@@ -119,6 +119,7 @@ class ServerLink:
         self._connections = 0  # to the server, when it was asked for its start
         self._probing: asyncio.Task[None] | None = None
         self._ask_now = asyncio.Event()
+        self._load_due = 0.0  # by the clock: to ask for its load
         self._closed = False
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -349,12 +350,12 @@ class ServerLink:
     # --- heartbeat ----------------------------------------------------------------------------------------------------
 
     async def _ask_loop(self) -> str:
-        """Ask for the load, again and again; return when nobody is there any more, or another start is."""
+        """Ask how the server is, again and again; return when nobody is there any more, or another start is."""
         while True:
+            is_urgent = self._ask_now.is_set()
             self._ask_now.clear()
-            asked_at = self._clock()
             try:
-                loads = await self._server.load()
+                loads = await self._ask(is_urgent)
                 if self._server.connections != self._connections and not await self._is_same_start():
                     return "it was restarted"
             except Unreachable as error:
@@ -363,23 +364,38 @@ class ServerLink:
                 logger.debug("%s: %s", self.address, error)
             else:
                 self._recover()
-                own = next((load for load in loads if load.rank == self.rank), None)
-                if own is not None:
-                    self._watch.reported(own)
-                self._report(own)
-            await self._until_next_question(self._clock() - asked_at)
+                if loads is not None:
+                    self._take_load(loads)
+            await self._until_next_question()
 
-    async def _until_next_question(self, took_seconds: float) -> None:
+    async def _ask(self, is_urgent: bool) -> tuple[LoadReport, ...] | None:
+        """Ask for the load where that is due or decides something, else only whether the server is there, which
+        returns None. To write its metrics takes vLLM 8 ms in the process that streams: so that is asked for no more
+        than `LOAD_SHARE` of the time while nothing depends on it."""
+        began = self._clock()
+        if not is_urgent and began < self._load_due and not self._watch.wants_report(self._config.heartbeat_seconds):
+            return await self._server.check()
+        try:
+            return await self._server.load()
+        finally:
+            now = self._clock()
+            self._load_due = now + min((now - began) / LOAD_SHARE, LOAD_SECONDS_MAX)
+
+    def _take_load(self, loads: tuple[LoadReport, ...]) -> None:
+        own = next((load for load in loads if load.rank == self.rank), None)
+        if own is not None:
+            self._watch.reported(own)
+        self._report(own)
+
+    async def _until_next_question(self) -> None:
         """A heartbeat, or less where an answer is wanted at once. While output comes nobody needs to ask whether the
-        server works, and to write its metrics takes vLLM 8 ms in the process that streams them: so that is asked for
-        no more than `LOAD_SHARE` of the time."""
+        server works: then until its load is due."""
         heartbeat = self._config.heartbeat_seconds
-        left = min(took_seconds / LOAD_SHARE, LOAD_SECONDS_MAX)
         while True:
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(heartbeat, self._ask_now.wait())
-            left -= heartbeat
-            if left <= 0.0 or self._ask_now.is_set() or self._watch.silent_seconds >= heartbeat / 2:
+            is_quiet = self._watch.silent_seconds >= heartbeat / 2
+            if is_quiet or self._ask_now.is_set() or self._clock() >= self._load_due:
                 return
 
     async def _is_same_start(self) -> bool:

@@ -25,6 +25,10 @@ of them of a prefill at least half as long as any that waits, and none was late 
 engine is doubted before `DOUBT_TIMES` `hung_seconds`, no silence before `silent_seconds_max`; a step is given
 `OVERDUE_TIMES` what is expected of it, and a token that is asked for `UNSURE_SECONDS` or longer.
 
+Reports cost the server time: but for some now and then they are wanted where they decide (`wants_report`). The first
+one in a pause says from where on it stands still; the next that differs counts as work of now, so where that stopped
+in between, a verdict is later by up to the time between the two, half of a limit at the most.
+
 A server that stalled, began nothing or was idle is trusted again when it shows work: output, events, another report.
 Not thread-safe.
 """
@@ -109,9 +113,10 @@ class EngineWatch:
         self._silences, self._pauses, self._quiets = RecentPauses(), RecentPauses(), RecentPauses()
         self._queues = RecentPauses()  # of work, behind which a first token has come
         self._signs = 0
-        self._is_current = False  # output has come since time passed, or since a report that was the same
+        self._is_current = False  # output has come since time passed, and since the last report
         self._report: LoadReport | None = None
         self._same_reports = 0
+        self._worked = False  # since the last report
         self._held_against = ""  # until it shows work
 
     # --- what comes ---------------------------------------------------------------------------------------------------
@@ -135,14 +140,16 @@ class EngineWatch:
         self._is_current = True
 
     def reported(self, report: LoadReport) -> None:
-        """What the engine says of its work."""
+        """What the engine says of its work. A change is a sign of work, unless work was seen since the last report,
+        which explains it."""
         if report == self._report:
             self._same_reports += 1
-            self._is_current = False
-            return
-        is_first, self._report, self._same_reports = self._report is None, report, 0
-        if not is_first:
-            self._works()
+        else:
+            is_news = self._report is not None and not self._worked
+            self._report, self._same_reports = report, 0
+            if is_news:
+                self._works()
+        self._worked = self._is_current = False
 
     def moved(self) -> None:
         """Its cache has changed."""
@@ -196,6 +203,7 @@ class EngineWatch:
     def _works(self) -> None:
         self._signs += 1
         self._same_reports = 0
+        self._worked = True
         self._held_against = ""
         if self._still_seconds:
             self._pauses.note(self._still_seconds)
@@ -242,8 +250,23 @@ class EngineWatch:
     @property
     def is_doubted(self) -> bool:
         """Whether nothing shows that it works on the requests that wait: a token is to be asked for."""
-        quiet = self._quiet_seconds
-        if quiet < self._half_seconds or self._signs < SIGNS_MIN or not self._same_reports:
+        return self._same_reports > 0 and self._is_doubtful(self._quiet_seconds)
+
+    def wants_report(self, beat_seconds: float) -> bool:
+        """Whether what it reports of its work decides soon, where it is asked once in so many seconds: a doubt within
+        the next, or a verdict before `REPORTS_MIN` more and one in reserve; or it is held against it, or nearly, and
+        another report may clear it. For a verdict one is wanted after half of the time, too: from then on it counts."""
+        if self._held_against or self._probe_seconds is not None:
+            return True
+        if self._quiet_seconds and self._is_doubtful(self._quiet_seconds + beat_seconds):
+            return True
+        still = self._still_seconds
+        ahead = max((REPORTS_MIN + 1) * beat_seconds, still if self._worked else 0.0)
+        return still > 0.0 and self._is_still(still + ahead)
+
+    def _is_doubtful(self, quiet: float) -> bool:
+        """Whether it is, by a quiet time of so many seconds."""
+        if quiet < self._half_seconds or self._signs < SIGNS_MIN:
             return False
         if self._probe_seconds is not None or quiet >= max(self._doubt_seconds, USUAL_TIMES * self._quiets.longest):
             return True
@@ -282,12 +305,15 @@ class EngineWatch:
             and self.is_doubted
         )
 
+    def _is_still(self, seconds: float) -> bool:
+        """Whether streams have stood for too long in so many seconds."""
+        limit = max(self._hung_seconds, USUAL_TIMES * self._pauses.longest)
+        return self._signs >= SIGNS_MIN and self._is_longer(seconds, limit, self._doubt_seconds)
+
     def _stands_still(self) -> bool:
         report = self._report
-        limit = max(self._hung_seconds, USUAL_TIMES * self._pauses.longest)
         return (
-            self._is_longer(self._still_seconds, limit, self._doubt_seconds)
-            and self._signs >= SIGNS_MIN
+            self._is_still(self._still_seconds)
             and self._same_reports >= REPORTS_MIN
             and report is not None
             and report.running > 0

@@ -314,39 +314,64 @@ async def test_a_request_that_waits_for_long_at_a_server_that_works_is_waited_fo
         assert tokens == expected_tokens(PROMPT, 12) and worker_at(router, first).counters.suspect_spells == 0
 
 
-# How long one that took so many seconds to report its load, and was silent for so many, is left alone: in heartbeats.
+# What a server is asked that takes so many seconds to report its load, at once and at each heartbeat. "o": output came
+# before it, "s": it was silent, "d": silent, and its report decides. "L": its load, "?": whether it is there.
 @pytest.mark.parametrize(
-    ("took", "silent", "beats"),
-    [(0.001, 0.0, 1), (0.01, 0.0, 4), (0.01, 0.24, 4), (0.01, 0.25, 1), (1.0, 0.0, 10), (0.0, 0.0, 1)],
+    ("took", "beats", "asked"),
+    [
+        (0.001, "oossdd", "LLLLLLL"),
+        (0.0095, "oooooooo", "L---L---L"),
+        (1.0, "oooooooooooo", "L---------L--"),
+        (0.0095, "ssssssss", "L???L???L"),
+        (0.0095, "sodosss", "L?-L-??L"),
+        (0.0095, "dddosds", "LLLL-?L?"),
+    ],
 )
 @asynchronous
-async def test_while_output_comes_a_server_is_asked_for_its_load_the_less_often_the_longer_that_takes(
-    took: float, silent: float, beats: int, monkeypatch: pytest.MonkeyPatch
+async def test_a_server_is_asked_for_its_load_the_less_often_the_longer_that_takes_until_it_decides(
+    took: float, beats: str, asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waited: list[float] = []
-    clock = ManualClock()
+    clock, left, seen = ManualClock(), list(beats), []
 
     async def within(seconds: float, work: Any) -> None:
         work.close()
-        waited.append(seconds)
+        clock.advance(seconds)
+        if not left:
+            server.load = server.check = gone
+        watch.beat = left.pop(0) if left else "d"
+        seen.append("-")
         raise asyncio.TimeoutError
 
+    async def gone() -> None:
+        raise Unreachable("it is gone")
+
     async def load() -> tuple[()]:
-        if waited:
-            raise Unreachable("it is gone")
+        seen[-1] = "L"
         clock.advance(took)
         return ()
 
+    async def check() -> None:
+        seen[-1] = "?"
+
+    class Watch:
+        beat = "o"
+        silent_seconds = property(lambda self: 0.0 if self.beat == "o" else 0.25)
+
+        def wants_report(self, beat_seconds: float) -> bool:
+            assert beat_seconds == 0.5
+            return self.beat == "d"
+
+    watch, seen = Watch(), ["-"]
+    server = SimpleNamespace(load=load, check=check, connections=1)
     monkeypatch.setattr(link, "within", within)
     own = link.ServerLink.__new__(link.ServerLink)
     own.rank, own._clock, own._ask_now, own._config = 0, clock, asyncio.Event(), LinkConfig(heartbeat_seconds=0.5)
-    own._server = cast("EngineServer", SimpleNamespace(load=load, connections=1))
-    own._watch = cast("EngineWatch", SimpleNamespace(silent_seconds=silent))
-    own._connections = 1
+    own._server, own._watch = cast("EngineServer", server), cast("EngineWatch", watch)
+    own._connections, own._load_due = 1, 0.0
     monkeypatch.setattr(link.ServerLink, "_recover", lambda self: None)
     monkeypatch.setattr(link.ServerLink, "_report", lambda self, load: None)
     assert await own._ask_loop() == "it is gone"
-    assert waited == [0.5] * beats
+    assert "".join(seen[:-1]) == asked
 
 
 @both_servers

@@ -23,19 +23,39 @@ from preble.transport.engine_servers.watch import (
 )
 
 HUNG, SILENT_MAX, IDLE_MAX = 1.25, 3.0, 120.0
-TURN = 0.125
+TURN, BEAT = 0.125, 0.5
+
+
+@pytest.fixture(params=[BEAT, 5.0], autouse=True)
+def load_seconds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every verdict is as soon where reports are asked for only now and then, and when they decide."""
+    monkeypatch.setattr(Story, "load_seconds", request.param)
 
 
 class Story:
-    """A server that is asked twice a second, as its link sees it."""
+    """A server that is asked twice a second, as its link sees it; for its load if that decides, or is so old."""
+
+    load_seconds = BEAT
 
     def __init__(self) -> None:
         self.watch = EngineWatch(HUNG, SILENT_MAX, IDLE_MAX)
         self.done = 0
         self.seconds = 0.0
+        self.reported_at = -BEAT
+        self.reports = 0
+
+    def ask(self) -> None:
+        """At every heartbeat."""
+        if self.seconds % BEAT:
+            return
+        if self.seconds - self.reported_at >= self.load_seconds or self.watch.wants_report(BEAT):
+            self.report()
+        else:
+            self.watch.answered()
 
     def report(self, running: int = 1, **fields: int) -> None:
         fields = {"used_tokens": 0, "done_tokens": self.done, **fields}
+        self.reported_at, self.reports = self.seconds, self.reports + 1
         self.watch.answered()
         self.watch.reported(LoadReport(running, 0, capacity_tokens=1000, rank=0, **fields))
 
@@ -46,8 +66,7 @@ class Story:
             if turn * TURN % step_seconds == 0.0:
                 self.done += 1
                 self.watch.output()
-            if turn % 4 == 0:
-                self.report()
+            self.ask()
 
     def proves(self, seconds: float) -> None:
         """Prefills that are expected to take so long are on time."""
@@ -71,8 +90,8 @@ class Story:
         began = self.seconds
         while self.turn() != verdict:
             assert self.seconds - began < most, f"never {verdict!r}"
-            if answers and self.seconds % 0.5 == 0.0:
-                self.report()
+            if answers:
+                self.ask()
         return self.seconds - began
 
 
@@ -229,6 +248,51 @@ def test_streams_are_counted_and_time_without_them_is_no_stall() -> None:
     assert story.seconds_until(STALLED, answers=True) <= 2.0
 
 
+# --- when it is asked for its load ------------------------------------------------------------------------------------
+
+
+def test_a_server_whose_steps_are_usual_is_not_asked_for_its_load() -> None:
+    story = busy(step_seconds=2.0)
+    story.proves(2.0)
+    for number in range(31):
+        story.watch.waits(number, 2.0)
+        if number == 1:
+            before, began = story.reports, story.seconds
+        for turn in range(1, round(2.0 / TURN) + 1):
+            story.turn()
+            assert number == 0 or turn * TURN >= 1.5 or not story.watch.wants_report(BEAT)
+            if turn * TURN < 1.5:
+                story.ask()
+        story.watch.output()
+        story.watch.had_first_token(number)
+    assert story.seconds - began == 60.0 and story.watch.verdict() == ""
+    assert story.reports - before == (60 if Story.load_seconds == BEAT else 10)
+
+
+def test_a_report_that_output_explains_is_no_sign_of_work() -> None:
+    """The first report after output differs from that before it, however long the engine has stood since."""
+    story = busy()
+    story.done += 1
+    story.watch.output()
+    for _ in range(round(1.0 / TURN)):
+        story.answered_turn()
+    story.report()  # of what came a second ago
+    assert story.seconds_until(STALLED, answers=True) < HUNG, "it counts from the output"
+    story.done += 1
+    story.report()
+    assert story.watch.verdict() == "", "nothing but work of now explains this one"
+
+
+def test_reports_are_wanted_until_one_clears_what_is_held_against_a_server() -> None:
+    story = busy()
+    assert not story.watch.wants_report(0.1)
+    story.seconds_until(STALLED, answers=True)
+    story.watch.left()
+    assert story.watch.wants_report(0.1)
+    story.watch.output()
+    assert not story.watch.wants_report(0.1)
+
+
 # --- requests that wait for their first token -------------------------------------------------------------------------
 
 
@@ -250,8 +314,7 @@ def until_doubted(story: Story, most: float = 200.0) -> float:
     while not story.watch.is_doubted:
         assert story.seconds - began < most, "no token is ever asked for"
         assert story.turn() == ""
-        if story.seconds % 0.5 == 0.0:
-            story.report()
+        story.ask()
     return story.seconds - began
 
 
@@ -330,8 +393,7 @@ def test_a_prefill_of_half_a_minute_at_a_slow_engine_is_no_hang(
         asked = story.watch.is_doubted
         if turn * TURN % chunk_seconds == 0.0:
             story.done += 1
-        if story.seconds % 0.5 == 0.0:
-            story.report()
+        story.ask()
         assert story.turn() == "", f"after {turn * TURN} s"
     story.watch.output()
     story.watch.had_first_token("a")
@@ -443,8 +505,7 @@ class Engine:
         if not self.hangs:
             self._compute(TURN)
         verdict = story.turn(len(self.queue) + len(self.running))
-        if story.seconds % 0.5 == 0.0:
-            story.report()
+        story.ask()
         if story.watch.is_doubted and self.probe is None:
             story.watch.asked(True)
             self.asked_at, self.expected = story.seconds, sum(one["expected"] for one in self.queue)
@@ -500,7 +561,8 @@ def test_a_schedule_of_long_and_short_prompts_is_no_hang_and_a_hang_in_it_is_see
         assert engine.turn() == "", f"after {engine.story.seconds} s, {len(engine.queue)} wait"
     engine.arrive(500)
     engine.hangs, began = True, engine.story.seconds
-    quiet = max(DOUBT_TIMES * HUNG, 2 * engine.story.watch._quiets.longest) + TURN
+    rare = Story.load_seconds > BEAT  # work may have stopped up to half of a limit before the report that showed it
+    quiet = max(DOUBT_TIMES * HUNG, 2 * engine.story.watch._quiets.longest) * (1.5 if rare else 1.0) + TURN
     while not (verdict := engine.turn()):
         asked = engine.asked_at if engine.probe else engine.story.seconds
         assert asked - began <= quiet
@@ -516,6 +578,5 @@ def test_requests_that_come_to_a_server_that_hangs_do_not_hide_that() -> None:
         if story.watch.is_doubted and story.watch._probe_seconds is None:
             story.watch.asked(True)
         story.turn()
-        if story.seconds % 0.5 == 0.0:
-            story.report()
+        story.ask()
     assert story.watch.verdict() == UNSTARTED
