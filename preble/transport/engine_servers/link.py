@@ -394,8 +394,8 @@ class ServerLink:
         while True:
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(heartbeat, self._ask_now.wait())
-            is_quiet = self._watch.silent_seconds >= heartbeat / 2
-            if is_quiet or self._ask_now.is_set() or self._clock() >= self._load_due:
+            is_silent = self._watch.silent_seconds >= heartbeat / 2
+            if is_silent or self._ask_now.is_set() or self._clock() >= self._load_due:
                 return
 
     async def _is_same_start(self) -> bool:
