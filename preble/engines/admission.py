@@ -30,7 +30,7 @@ from ..clock import Clock, monotonic
 from ..errors import DuplicateRequest, InvalidConfig, QueueFull
 from ..policies.base import Policy, resolve
 from ..scheduler import GlobalScheduler
-from ..transport.look_ahead import LOOK_AHEAD_SECONDS, LookAhead, goes_on_from
+from ..transport.look_ahead import LOOK_AHEAD_SECONDS, TWICE_SECONDS, LookAhead, computes_twice, twice_share
 from ..types import CacheEvent, WorkerSpec, check_int, check_seconds
 from .base import EngineInfo, GenerationRequest
 
@@ -109,6 +109,7 @@ class Admission:
         self.config = config
         self.scheduler = GlobalScheduler(specs, policy=config.policy, clock=clock)
         self._ranks = ranks
+        self._computes_twice = computes_twice(info.engine)
         self._turn = 0  # of the ranks, where the policy fails
         self._unbooked: set[str] = set()  # inside, and no policy has said where
         self._places: float = math.inf if info.max_running is None else (info.max_running + config.look_ahead) * ranks
@@ -121,7 +122,8 @@ class Admission:
         self._number = 0
         self._silent: set[str] = set()  # inside, without output
         self._silent_tokens = 0
-        self._computing: dict[str, tuple[GenerationRequest, int]] = {}  # of `_ahead`: and what was cached of each
+        # Of `_ahead`, and of each: what was cached, and the seconds of its prefill.
+        self._computing: dict[str, tuple[GenerationRequest, int, float]] = {}
         self._ticked_at = clock()
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -164,19 +166,20 @@ class Admission:
         self._inside[request.request_id] = missed
         self._silent.add(request.request_id)
         self._silent_tokens += missed
-        self._computing[request.request_id] = request, len(request.token_ids) - missed
+        self._computing[request.request_id] = request, len(request.token_ids) - missed, seconds
         self._ahead.add(request.request_id, seconds, now)
         return request, rank
 
     def _peek(self, now: float) -> tuple[LiveRequest | None, int]:
-        """The first of those that wait and go on from nothing that is still to be computed, and how much of it counts
-        as cached."""
+        """The first of those that wait and go on from nothing that is still to be computed and would be twice; and how
+        much of it counts as cached."""
         while (live := self._queue.peek(now)) is not None:
             tokens, space = live.request.token_ids, live.request.namespace
             cached = self._estimate.cached_tokens(tokens, space)
-            if not any(
-                other.namespace == space and goes_on_from(tokens, cached, other.token_ids, known)
-                for other, known in self._computing.values()
+            if not self._computes_twice or not any(
+                other.namespace == space
+                and self._ahead.pace * seconds * twice_share(tokens, cached, other.token_ids, known) >= TWICE_SECONDS
+                for other, known, seconds in self._computing.values()
             ):
                 return live, cached
             self._queue.defer(live)

@@ -42,7 +42,7 @@ from ..transport.engine_servers.kv_event_subscriber import FeedConfig, FeedCount
 from ..transport.engine_servers.link import ServerLink
 from ..transport.engine_servers.server_info import ServedName, ServerOptions
 from ..transport.event_stream import Batch
-from ..transport.look_ahead import LOOK_AHEAD_SECONDS
+from ..transport.look_ahead import LOOK_AHEAD_SECONDS, computes_twice
 from ..transport.namespaces import joined, namespace_of
 from ..transport.security import ClientKeys
 from ..transport.worker_address import UnknownHost, check_worker_address, find_host, is_server, why_silent
@@ -587,6 +587,7 @@ class Fleet:
             self._forget(worker)
             self._introduce(worker, welcome, link.info.work if isinstance(link, ServerLink) else None)
         worker.link, worker.epoch, worker.welcome = link, link.epoch, welcome
+        worker.queue.computes_twice = computes_twice(welcome.engine)
         self.eos_token_ids = welcome.eos_token_ids
         worker.counters.connections += 1
         if welcome.draining:

@@ -6,8 +6,8 @@ until when; sends nothing, has no clock of its own.
   1. The rank of a request is its arrival and the seconds of its prefill, at the pace that prefills have there: what is
      cached goes before what is not, and a request waits for those only that come so much later. Batch work is
      `BATCH_PATIENCE` seconds behind.
-  2. A request that goes on from tokens which another one, that has not begun, is to compute follows that one: together
-     in one batch both would compute them.
+  2. Before an engine that computes what is in one batch twice (`computes_twice`), a request that goes on from tokens
+     which another one, that has not begun, is to compute follows that one; but for a few, such as a template's.
 
 Where several routers place requests at a server each looks after its own. Belongs to one asyncio loop.
 """
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..clock import Clock
-from ..transport.look_ahead import LookAhead, goes_on_from
+from ..transport.look_ahead import TWICE_SECONDS, LookAhead, twice_share
 
 BATCH_PATIENCE = 30.0
 PACE_STEP = 1.25  # times: by so much the pace changes before those that wait are put in order anew
@@ -72,9 +72,10 @@ class QueuedRequest:
 
 class ServerQueue:
     """See the module. `later(seconds, call)` makes a call in so many seconds. `seconds` of look-ahead, as for
-    `LookAhead`; None: everything is sent at once."""
+    `LookAhead`; None: everything is sent at once. `computes_twice` is the engine's, as `look_ahead` says."""
 
     def __init__(self, seconds: float | None, clock: Clock, later: Later) -> None:
+        self.computes_twice = True
         self._ahead = LookAhead(math.inf if seconds is None else seconds)
         self._clock = clock
         self._later = later
@@ -160,12 +161,15 @@ class ServerQueue:
         self._pump()
 
     def _followed_by(self, request: QueuedRequest) -> QueuedRequest | None:
-        """The newest request that has not begun and computes tokens which this one goes on from."""
+        """The newest request that has not begun and computes tokens which this one goes on from, if to compute them
+        twice would take long."""
+        if not self.computes_twice:
+            return None
         for _, other in zip(range(FOLLOWED_MAX), reversed(self._unbegun.values()), strict=False):
-            if request.namespace == other.namespace and goes_on_from(
-                request.token_ids, request.cached_tokens, other.token_ids, other.cached_tokens
-            ):
-                return other
+            if request.namespace == other.namespace:
+                share = twice_share(request.token_ids, request.cached_tokens, other.token_ids, other.cached_tokens)
+                if self._pace * other.seconds * share >= TWICE_SECONDS:
+                    return other
         return None
 
     def check(self) -> None:

@@ -35,6 +35,7 @@ OVERDUE_SECONDS = 1.0
 PACE_SECONDS = 4.0  # of work, in which what was measured of the pace counts half
 PACE_PRIOR_SECONDS = 0.1  # of work as expected, which stand beside what was measured
 PACE_MAX = 32.0
+TWICE_SECONDS = 0.03  # of work done twice, from which on a request waits instead: about a step of decoding
 EARLY_SECONDS = 1e-9  # by so much a timer may ring before its time
 
 
@@ -138,11 +139,19 @@ class LookAhead:
         assert not self._sent.keys() & self._overdue.keys(), "one counts, and does not"
 
 
-def goes_on_from(token_ids: Int32Array, cached_tokens: int, others_ids: Int32Array, others_cached: int) -> bool:
-    """Whether a prompt of which so many tokens count as cached goes on from tokens that another one, with fewer of its
-    own cached, is still to compute: in one batch with it, it would compute them, too. O(tokens)."""
+def computes_twice(engine: str) -> bool:
+    """Whether an engine computes what two prompts of one batch share for each of them. Run: SGLang 0.5.23 does; with
+    vLLM 0.32 the second one reads it in the same step. One that nobody has run is taken to."""
+    return engine != "vllm"
+
+
+def twice_share(token_ids: Int32Array, cached_tokens: int, others_ids: Int32Array, others_cached: int) -> float:
+    """Of what another prompt, with so many of its own cached, is still to compute: the share that this one counts among
+    its cached tokens. In one batch both would compute that. O(tokens)."""
     size = min(len(token_ids), len(others_ids), cached_tokens)
-    if size <= others_cached or token_ids[0] != others_ids[0]:
-        return False
-    same = token_ids[: others_cached + 1] == others_ids[: others_cached + 1]
-    return bool(same.all())
+    if size <= others_cached or token_ids[others_cached] != others_ids[others_cached]:
+        return 0.0
+    differs = token_ids[:size] != others_ids[:size]
+    first = int(differs.argmax())
+    same = first if differs[first] else size
+    return max(same - others_cached, 0) / (len(others_ids) - others_cached)

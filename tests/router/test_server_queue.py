@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -21,7 +21,10 @@ from preble.transport.look_ahead import (
     PACE_MAX,
     PACE_PRIOR_SECONDS,
     PACE_SECONDS,
+    TWICE_SECONDS,
     LookAhead,
+    computes_twice,
+    twice_share,
 )
 
 AHEAD_SECONDS = 0.25
@@ -150,6 +153,50 @@ def test_who_shares_only_what_is_cached_follows_nobody() -> None:
     door.enter("one", 0.01, tokens=[7] * 50 + [1] * 50, cached=50)
     door.enter("two", 0.01, tokens=[7] * 50 + [2] * 50, cached=50)
     assert door.sent == ["one", "two"]
+
+
+def test_who_shares_the_head_of_a_template_with_what_is_cold_does_not_wait_for_it() -> None:
+    """Live, before vLLM: all prompts begin alike, by less than a block of it, so that nobody has that cached who has
+    nothing cached. Every cached prompt waited for each cold one before it, up to 5 s."""
+    door = Door()
+    door.enter("cold", 1.0, tokens=[7] * 15 + [1] * 1500)
+    door.enter("cached", 0.01, tokens=[7] * 15 + [2] * 1500, cached=1488)
+    assert door.sent == ["cold", "cached"]
+
+
+@pytest.mark.parametrize(("tokens", "waits"), [(100, False), (299, False), (301, True), (1000, True)])
+def test_who_would_be_computed_twice_waits_where_that_takes_long(tokens: int, waits: bool) -> None:
+    assert TWICE_SECONDS == 0.03
+    door = Door()
+    door.enter("cold", 0.1, tokens=[7] * 1000)
+    door.enter("goes on", 0.01, tokens=[7] * tokens + [2] * 100, cached=tokens)
+    assert door.sent == (["cold"] if waits else ["cold", "goes on"])
+
+
+def test_before_an_engine_that_shares_within_a_batch_nobody_follows() -> None:
+    assert computes_twice("sglang") and computes_twice("anything") and not computes_twice("vllm")
+    door = Door()
+    door.queue.computes_twice = False
+    door.enter("document", 0.9, tokens=[7] * 1000)
+    door.enter("question", 0.01, tokens=[7] * 1000, cached=999)
+    assert door.sent == ["document", "question"]
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.integers(0, 1), min_size=1, max_size=12),
+    st.lists(st.integers(0, 1), min_size=1, max_size=12),
+    st.data(),
+)
+def test_the_share_is_counted_token_by_token(one: list[int], other: list[int], data: st.DataObject) -> None:
+    cached, others_cached = data.draw(st.integers(0, len(one))), data.draw(st.integers(0, len(other) - 1))
+    both = 0
+    while both < min(cached, len(other)) and one[both] == other[both]:
+        both += 1
+    # What the other one has cached is alike where this one has it cached, too, or it shares nothing that counts.
+    expected = max(both - others_cached, 0) / (len(other) - others_cached)
+    as_ids = [np.asarray(tokens, np.int32) for tokens in (one, other)]
+    assert twice_share(as_ids[0], cached, as_ids[1], others_cached) == expected
 
 
 def test_a_follower_is_free_when_the_one_before_it_is_given_up() -> None:
