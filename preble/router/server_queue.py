@@ -6,8 +6,9 @@ until when; sends nothing, has no clock of its own.
   1. The rank of a request is its arrival and the seconds of its prefill, at the pace that prefills have there: what is
      cached goes before what is not, and a request waits for those only that come so much later. Batch work is
      `BATCH_PATIENCE` seconds behind.
-  2. Before an engine that computes what is in one batch twice (`computes_twice`), a request that goes on from tokens
-     which another one, that has not begun, is to compute follows that one; but for a few, such as a template's.
+  2. A request that goes on from tokens which another one is to compute (but for a few, such as a template's) follows
+     that one: it does not overtake it, or it would compute them itself. It goes when that one has begun, since together
+     in one batch both would compute them; before an engine that shares those (`computes_twice`), when that one is sent.
 
 Where several routers place requests at a server each looks after its own. Belongs to one asyncio loop.
 """
@@ -58,7 +59,7 @@ class QueuedRequest:
     namespace: Hashable = None
     number: int = -1
     follows: QueuedRequest | None = None
-    has_begun: bool = False
+    is_shared: bool = False  # who goes on from what it computes may go
 
     def rank(self, pace: float) -> Rank:
         """The order among those that wait, where prefills take so many times what is expected."""
@@ -66,8 +67,8 @@ class QueuedRequest:
 
     @property
     def may_go(self) -> bool:
-        """Whether nothing that it goes on from is still to be computed."""
-        return self.follows is None or self.follows.has_begun
+        """Whether it need not wait for who computes what it goes on from."""
+        return self.follows is None or self.follows.is_shared
 
 
 class ServerQueue:
@@ -112,7 +113,7 @@ class ServerQueue:
         request = self._unbegun.pop(name, None)
         waited = request is not None and not was_sent
         if request is not None:
-            request.has_begun = True
+            request.is_shared = True
             if waited:
                 del self._waiting[bisect_left(self._waiting, request.rank(self._pace), key=_rank)]
         self._pump()
@@ -126,13 +127,14 @@ class ServerQueue:
         while (place := self._next_place()) is not None:
             _, request = self._waiting.pop(place)
             self._ahead.add(request.name, request.seconds, now, is_streamed=request.is_streamed)
+            request.is_shared = not self.computes_twice
             request.go()
         self._set_timer(self._ahead.expires_at if self._waiting else math.inf, now)
 
     def _expire(self, now: float) -> None:
         """Those that should have begun keep nobody waiting any more."""
         for name in self._ahead.expire(now):
-            self._unbegun.pop(name).has_begun = True
+            self._unbegun.pop(name).is_shared = True
 
     def _keep_order(self) -> None:
         """Rank those that wait anew, where the pace has changed. O(n log n) then."""
@@ -161,12 +163,10 @@ class ServerQueue:
         self._pump()
 
     def _followed_by(self, request: QueuedRequest) -> QueuedRequest | None:
-        """The newest request that has not begun and computes tokens which this one goes on from, if to compute them
-        twice would take long."""
-        if not self.computes_twice:
-            return None
+        """The newest request whose tokens cannot be gone on from yet and which computes some that this one goes on
+        from, if to compute them twice would take long."""
         for _, other in zip(range(FOLLOWED_MAX), reversed(self._unbegun.values()), strict=False):
-            if request.namespace == other.namespace:
+            if not other.is_shared and request.namespace == other.namespace:
                 share = twice_share(request.token_ids, request.cached_tokens, other.token_ids, other.cached_tokens)
                 if self._pace * other.seconds * share >= TWICE_SECONDS:
                     return other
@@ -182,7 +182,7 @@ class ServerQueue:
         assert [rank for rank, _ in self._waiting] == sorted(one.rank(self._pace) for _, one in self._waiting), (
             "no order"
         )
-        assert not any(one.has_begun for one in self._unbegun.values()), "what has begun is still here"
+        assert not any(one.is_shared for _, one in self._waiting), "nothing of what waits is computed"
         assert self._next_place() is None, "there is room, and somebody waits"
 
 

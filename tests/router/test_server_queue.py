@@ -173,13 +173,29 @@ def test_who_would_be_computed_twice_waits_where_that_takes_long(tokens: int, wa
     assert door.sent == (["cold"] if waits else ["cold", "goes on"])
 
 
-def test_before_an_engine_that_shares_within_a_batch_nobody_follows() -> None:
+def test_before_an_engine_that_shares_within_a_batch_who_follows_goes_along() -> None:
     assert computes_twice("sglang") and computes_twice("anything") and not computes_twice("vllm")
     door = Door()
     door.queue.computes_twice = False
     door.enter("document", 0.9, tokens=[7] * 1000)
     door.enter("question", 0.01, tokens=[7] * 1000, cached=999)
     assert door.sent == ["document", "question"]
+
+
+@pytest.mark.parametrize("computes_twice", [True, False])
+def test_who_follows_does_not_overtake_who_waits(computes_twice: bool) -> None:
+    """Live, before vLLM: a question that counted as cached went before the document that waited, and computed it; the
+    document then waited seven seconds."""
+    door = Door()
+    door.queue.computes_twice = computes_twice
+    door.enter("busy", 1.0)
+    door.enter("document", 1.0, tokens=[7] * 1000)
+    door.enter("question", 0.01, tokens=[7] * 1000, cached=999)
+    assert door.sent == ["busy"]
+    door.leave("busy", has_begun=True)
+    assert door.sent == (["busy", "document"] if computes_twice else ["busy", "document", "question"])
+    door.leave("document", has_begun=True)
+    assert door.sent == ["busy", "document", "question"]
 
 
 @settings(max_examples=200)
