@@ -33,6 +33,7 @@ ENGINES = ("sglang", "vllm")
 PREFIX_TOKENS = (512, 1024, 2048)
 REST_TOKENS, LONG_REST_TOKENS = 20, 200
 TOGETHER = (1, 2, 4, 8)
+COLD_TOGETHER = 4  # that share a prefix which nothing caches yet
 DECODE_STEPS = 20
 VOCABULARY = (3, 500)  # token ids that every model here has
 HEADERS = (
@@ -40,6 +41,7 @@ HEADERS = (
     *(f"{count} such together" for count in TOGETHER[1:]),
     f"hit and {LONG_REST_TOKENS}",
     *("a step of 1", "of 8"),
+    f"{COLD_TOGETHER} cold ones alike",
 )
 
 
@@ -64,10 +66,14 @@ class Asker:
             await response.read()
         return time.perf_counter() - began
 
-    async def seconds(self, prefix: Sequence[int], rest: int, together: int = 1, output_tokens: int = 1) -> float:
-        """The median time of so many prompts that begin with a prefix, each with a rest of its own."""
+    async def seconds(
+        self, prefix: Sequence[int], rest: int, together: int = 1, output_tokens: int = 1, *, cold_tokens: int = 0
+    ) -> float:
+        """The median time of so many prompts that begin with a prefix, or with a new one of `cold_tokens` each time, and
+        go on with a rest of their own."""
         took = []
         for _ in range(self.tries):
+            prefix = self.some(cold_tokens) if cold_tokens else prefix
             took.append(await self.asked([[*prefix, *self.some(rest)] for _ in range(together)], output_tokens))
         return statistics.median(took)
 
@@ -83,7 +89,8 @@ async def row(engine: str, ask: Asker, tokens: int) -> list[str]:
     for together, hit in ((TOGETHER[0], hits[0]), (TOGETHER[-1], hits[-1])):
         whole = await ask.seconds(prefix, REST_TOKENS, together, 1 + DECODE_STEPS)
         steps.append((whole - hit) / DECODE_STEPS)
-    took = [f"{seconds:.3f}" for seconds in (*hits[1:], long_hit, *steps)]
+    alike = await ask.seconds([], REST_TOKENS, COLD_TOGETHER, cold_tokens=tokens)
+    took = [f"{seconds:.3f}" for seconds in (*hits[1:], long_hit, *steps, alike)]
     return [engine, str(tokens), f"{miss:.3f}", f"{hits[0]:.3f}", f"{hits[0] / miss:.2f}", *took]
 
 
