@@ -69,8 +69,8 @@ class Asker:
     async def seconds(
         self, prefix: Sequence[int], rest: int, together: int = 1, output_tokens: int = 1, *, cold_tokens: int = 0
     ) -> float:
-        """The median time of so many prompts that begin with a prefix, or with a new one of `cold_tokens` each time, and
-        go on with a rest of their own."""
+        """The median time of so many prompts that begin with a prefix, or with a new one of `cold_tokens` each time,
+        and go on with a rest of their own."""
         took = []
         for _ in range(self.tries):
             prefix = self.some(cold_tokens) if cold_tokens else prefix
