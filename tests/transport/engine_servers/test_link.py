@@ -26,6 +26,7 @@ from preble.errors import (
     InvalidInput,
     ProtocolError,
     QueueFull,
+    TransportError,
     WorkerLost,
 )
 from preble.transport.client import LinkConfig
@@ -646,6 +647,23 @@ async def test_what_keeps_a_server_from_being_attached_is_named_with_its_flag(ki
     async with EngineServer(server.url, ServerOptions(api_key="right")) as client:
         facts = await client.info()
         assert facts.events == () and "--kv-events-config" in facts.advice[0]
+    await server.kill()
+
+
+@both_servers
+@asynchronous
+async def test_whether_a_server_is_well_is_asked_by_what_costs_it_least(kind: str) -> None:
+    """vLLM's load is in the text of its metrics; SGLang's own question after its health computes a token."""
+    dear, cheap = {"vllm": ("/metrics", "/health"), "sglang": ("/health", "/v1/loads")}[kind]
+    server = await FakeServer(kind).start()
+    async with EngineServer(server.url) as client:
+        await client.info()
+        server.answers = {dear: (500, b"")}
+        loads = await client.check()
+        assert loads is None if kind == "vllm" else [load.rank for load in loads or ()] == [0]
+        server.answers = {cheap: (503, b"")}
+        with pytest.raises(TransportError, match="503"):
+            await client.check()
     await server.kill()
 
 
