@@ -12,6 +12,7 @@ what is accepted; what a server's answers say of it is `server_info`'s, cache ev
 | abort    | POST /abort_request, connection closed| connection closed                                            |
 | rank     | routed_dp_rank in the body            | header X-data-parallel-rank                                  |
 | load     | GET /v1/loads                         | GET /metrics                                                 |
+| well?    | the same                              | GET /health                                                  |
 | hit      | meta_info.cached_tokens, at once      | usage, at the end, with --enable-prompt-tokens-details       |
 
 Needs aiohttp (the extra `attach`). Bodies and lines have a largest size; an answer that does not fit its form raises
@@ -222,7 +223,7 @@ class EngineServer:
 
     async def check(self) -> tuple[LoadReport, ...] | None:
         """Whether the server is well, by what costs it least: its load where that is it, None where it was not asked
-        for that. vLLM's /health takes a tenth of what its /metrics do. Raises as `load`."""
+        for that: vLLM writes all of its metrics for it, and nothing for /health. Raises as `load`."""
         if (await self._engine()).engine == "sglang":
             return await self.load()
         await self._check_health()
