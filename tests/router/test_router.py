@@ -13,7 +13,9 @@ import logging
 import re
 import resource
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -356,6 +358,49 @@ async def test_who_does_not_answer_is_named_with_the_reason_and_an_unknown_host_
     assert [one.state for one in router.fleet.workers.values()] == ["ready", "connecting"]
     await router.close()
     await worker.close()
+
+
+@pytest.fixture
+def curve_greeter() -> Iterator[str]:
+    """The endpoint of somebody who greets as a worker with keys does, and says nothing else. A real one closes the
+    connection too, and whether ZeroMQ has read the greeting by then is a race."""
+    mechanism, server = b"CURVE".ljust(20, b"\0"), b"\0"
+    greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + mechanism + server + bytes(31)
+    listener = socket.create_server(("127.0.0.1", 0))
+    open_ones: list[socket.socket] = []
+
+    def greet() -> None:
+        with contextlib.suppress(OSError):  # until the listener is shut down
+            while True:
+                open_ones.append(listener.accept()[0])
+                with contextlib.suppress(ConnectionError):  # it was only looked at and left
+                    open_ones[-1].sendall(greeting)
+
+    greeting_thread = threading.Thread(target=greet)
+    greeting_thread.start()
+    yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    listener.shutdown(socket.SHUT_RDWR)
+    greeting_thread.join(HANG_SECONDS)
+    for one in (listener, *open_ones):
+        one.close()
+
+
+@asynchronous
+async def test_a_connection_that_failed_before_the_hello_was_sent_is_tried_again(
+    curve_greeter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket had nobody left to send to, which was taken for a full queue, and the worker for one never to be tried
+    again."""
+    send = client.WorkerLink.send
+
+    def late(link: client.WorkerLink, message: wire.Message) -> None:
+        while isinstance(message, wire.Hello) and link._dealer.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
+            time.sleep(0.001)  # until ZeroMQ has given the connection up: its other end demands keys
+        send(link, message)
+
+    monkeypatch.setattr(client.WorkerLink, "send", late)
+    with pytest.raises(NoWorkers, match="closed the connection during the handshake"):
+        await Router([curve_greeter], config=fast(connect_seconds=0.2)).start()
 
 
 @pytest.mark.parametrize("name", ["max_live_requests", "max_attempts", "resume_seconds", "tick_seconds"])

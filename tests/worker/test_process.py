@@ -26,7 +26,6 @@ from preble.engines.base import EngineInfo, EngineLoad, GenerationRequest, Outpu
 from preble.errors import EngineError, HandshakeRefused, InvalidInput, NoWorkers, QueueFull
 from preble.router import Router
 from preble.transport import wire
-from preble.transport.client import WorkerLink
 from preble.transport.messages import PullFrom
 from preble.transport.security import create_keys, load_client_keys
 from preble.transport.server import ServerConfig
@@ -159,27 +158,6 @@ async def test_a_real_worker_refuses_a_router_that_expects_another_model(worker:
     process = worker("--id", "w")
     with pytest.raises(HandshakeRefused, match="worker w has model 'simulated', router .* expects 'llama'"):
         await Router([process.endpoint], config=FAST, model="llama").start()
-
-
-@asynchronous
-async def test_a_connection_that_failed_before_the_hello_was_sent_is_tried_again(
-    worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its socket had nobody left to send to, which was taken for a full queue, and the worker for one never to be tried
-    again."""
-    send = WorkerLink.send
-
-    def late(link: WorkerLink, message: wire.Message) -> None:
-        while isinstance(message, wire.Hello) and link._dealer.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
-            time.sleep(0.001)  # until ZeroMQ has noticed that the worker closed the connection
-        send(link, message)
-
-    monkeypatch.setattr(WorkerLink, "send", late)
-    create_keys(tmp_path)
-    process = worker("--curve-keys", str(tmp_path))
-    router = Router([process.endpoint], config=fast(connect_seconds=0.5, handshake_seconds=0.2))
-    with pytest.raises(NoWorkers, match="closed the connection during the handshake"):
-        await router.start()
 
 
 @asynchronous
