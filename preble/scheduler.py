@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from .scheduling.snapshot import Parts, Snapshot
     from .scheduling.stats import SchedulerStats, WorkerStats
 
-DEFAULT_COST_MODEL = "mistral-7b/a6000"
 COUNTED = (
     *("events", "expired_leases", "expired_nodes", "failed_ticks", "reconciled_leases", "unknown_requests"),
     *peer_bookings.COUNTED,
@@ -86,7 +85,7 @@ class GlobalScheduler(PairCalls):
     """Chooses a worker for each request so that cached prefixes are reused and load is shared. Thread-safe.
 
     `workers`: WorkerSpecs or ids. `policy`: "e2", another built-in name, or a `Policy`. `cost_model`: a `CostModel` or
-    preset name, "neutral", or a file (*.json), for workers that bring none; None: what they cost is learned. `config`:
+    preset name, "neutral", or a file (*.json), for workers that bring none; None: "neutral", and learned. `config`:
     its knobs, a SchedulerConfig. `clock`: any callable returning seconds. `seed`: makes random choices repeatable.
     `record`: which decisions are kept, a `DecisionRecording`. `shadow`: a policy, as `policy`, that is asked
     what it would do, without effect.
@@ -112,7 +111,7 @@ class GlobalScheduler(PairCalls):
         if clock is not None and not callable(clock):
             raise InvalidConfig(f"clock must be callable, got {clock!r}")
         check_int("seed", seed, 0, 2**63 - 1)
-        self._cost_model = _cost_model(cost_model, "cost_model") or CostModel.preset(DEFAULT_COST_MODEL)
+        self._cost_model = _cost_model(cost_model, "cost_model") or NEUTRAL
         rule = resolve(policy)
         if self.config.calibrate == "auto":
             self.config = replace(self.config, calibrate=cost_model is None)

@@ -27,7 +27,7 @@ from collections.abc import Hashable
 from .._cost import CostModel
 from .._placement.timing_samples import swap_cost
 from ..lazy_typing import TYPE_CHECKING, Any, dataclass
-from .cost_factors import PRIOR, key_of, logs_between, rounded, scaled
+from .cost_factors import DECODE_TOKENS, PRIOR, key_of, logs_between, rounded, scaled
 
 if TYPE_CHECKING:
     from .calibration_fit import Estimate
@@ -43,12 +43,13 @@ PRIOR_WRONG = 0.5  # in logarithms: 65 %. The samples' own bias is up to 25 % wh
 OTHER_THAN_GROUP = 0.5
 WORTH_PUBLISHING = 0.1
 
-# For an engine about which nothing is known: of the shape that measured ones have, of a size between theirs, and not
-# relied on, so that it gives way as soon as there are samples.
+# For engines about which nothing is known: of the size of a 7B model on an A6000, of no engine's shape. An iteration
+# gets longer from where decodes end. Of GPUs most are measured to take no longer up to 200 or 300 tokens, but on a CPU
+# each token counts, and what a model says is free stays free whatever is learned (docs/experiments/learning.md).
 NEUTRAL = CostModel(
-    [(0, 0.02), (256, 0.02), (8192, 0.64)],
-    context=(0.0, 0.0, 0.0, 1e-6),
-    pair=(0.0, 0.0, 0.0, 0.0, 1e-9),
+    [(0, 0.0244), (DECODE_TOKENS, 0.0244), (8192, 0.99)],
+    context=(0.0, 0.0, 0.0, 2e-7),
+    pair=(0.0, 0.0, 0.0, 0.0, 2.4e-9),
     name="neutral",
 )
 

@@ -18,7 +18,9 @@ PROMPT = list(range(100))
 
 
 def scheduler(policy: Any, workers: int = 4, seed: int = 0) -> GlobalScheduler:
-    return GlobalScheduler([f"w{i}" for i in range(workers)], policy=policy, clock=ManualClock(10.0), seed=seed)
+    """Of engines that take the same for any short prompt."""
+    names, clock = [f"w{i}" for i in range(workers)], ManualClock(10.0)
+    return GlobalScheduler(names, policy=policy, cost_model="mistral-7b/a6000", clock=clock, seed=seed)
 
 
 def choices(sched: GlobalScheduler, count: int) -> list[str]:

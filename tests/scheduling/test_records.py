@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preble import CostModel, GlobalScheduler, ManualClock, Policy, SchedulerConfig, WorkerSpec
+from preble import GlobalScheduler, ManualClock, Policy, SchedulerConfig, WorkerSpec
 from preble.errors import InvalidConfig, InvalidInput
 from preble.policies.base import RequestView, WorkersView
+from preble.scheduling.calibration import NEUTRAL
 from preble.scheduling.record_sink import Sink
 from preble.scheduling.records import (
     PRICE_TERMS,
@@ -127,7 +128,7 @@ def test_a_record_holds_what_explain_said_and_what_became_of_the_request() -> No
     told = [asdict(worker) for worker in one.workers]
     assert all(worker.pop("backlog_seconds") >= 0.0 for worker in told)
     assert told == [asdict(worker) for worker in why.workers]
-    cost = CostModel.preset("mistral-7b/a6000").prefill_time(20, 2020)
+    cost = NEUTRAL.prefill_time(20, 2020)
     assert {w.worker: w.backlog_seconds for w in one.workers} == {
         name: pytest.approx(cost if name == first.worker else 0.0, rel=1e-6) for name in ("w0", "w1", "w2")
     }
