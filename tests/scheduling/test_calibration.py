@@ -886,8 +886,8 @@ def test_a_prior_far_off_costs_no_more_than_a_tenth_after_the_first_requests(fac
 
 
 def test_the_first_requests_before_servers_that_nobody_described_wait_no_longer() -> None:
-    """Caches are empty, nothing is known, cache events come late, and the default is a model of a GPU: beside the right
-    model from the start, within a tenth."""
+    """Caches are empty, nothing is known, cache events come late, and what is taken at first is of a GPU's size: beside
+    the right model from the start, within a tenth."""
 
     def ttft(prior: CostModel, calibrate: bool, delay: float) -> float:
         found = []
@@ -909,7 +909,8 @@ def test_the_first_requests_before_servers_that_nobody_described_wait_no_longer(
 
     right = ttft(SLOW_CPU, False, 0.0)
     for delay in (0.0, 0.5):
-        assert ttft(CostModel.preset("mistral-7b/a6000"), True, delay) <= 1.1 * right
+        for prior in (NEUTRAL, CostModel.preset("mistral-7b/a6000")):
+            assert ttft(prior, True, delay) <= 1.1 * right, (prior.coefficients()["name"], delay)
 
 
 def test_prefills_that_share_an_iteration_have_their_part_of_it_each() -> None:
