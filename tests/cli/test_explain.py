@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from preble import GlobalScheduler, ManualClock, WorkerSpec, sim, workloads
+from preble import GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec, sim, workloads
 from preble.cli import main
 from preble.cli.explain import RECORDS_MAX, choose, text_of
 from preble.scheduling.records import (
@@ -229,7 +229,13 @@ def test_the_page_s_tables_are_what_is_printed() -> None:
     page = (ROOT / "docs" / "explain.md").read_text()
     tools = workloads.generate("toolbench", requests=600, groups=40, seed=0, zipf=1.1)
     run = sim.Simulation(workloads.poisson(tools, rps=14.0, seed=0), sim.SimConfig(workers=4), None)
-    run.scheduler = GlobalScheduler(clock=run.clock, record=DecisionRecording(), shadow="kv_cost")
+    run.scheduler = GlobalScheduler(
+        cost_model="mistral-7b/a6000",
+        config=SchedulerConfig(calibrate=True),
+        clock=run.clock,
+        record=DecisionRecording(),
+        shadow="kv_cost",
+    )
     run.run()
     worst = sorted(run.scheduler.records(), key=lambda one: one.regret_seconds or 0.0)[-1]
     assert text_of(worst) in page

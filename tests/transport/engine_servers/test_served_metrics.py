@@ -247,11 +247,10 @@ def test_what_was_said_gives_way_to_the_first_samples_and_does_not_come_back() -
 
 
 def test_who_gives_a_model_is_taken_at_their_word() -> None:
-    plain = CostModel.preset("mistral-7b/a6000").prefill_time(1500, 2000)
-    assert prefill_of(fleet(SLOW, calibrate=False), 0) == plain
+    assert prefill_of(fleet(SLOW, calibrate=False), 0) == NEUTRAL.prefill_time(1500, 2000)
     scheduler = fleet()
     scheduler.add_worker(WorkerSpec("own", cost_model="mistral-7b/a6000"), served=SLOW)
-    assert prefill_of(scheduler, 0) == plain
+    assert prefill_of(scheduler, 0) == CostModel.preset("mistral-7b/a6000").prefill_time(1500, 2000)
 
 
 def test_a_snapshot_keeps_what_was_said_as_what_decisions_reckon_with() -> None:
