@@ -44,8 +44,8 @@ OTHER_THAN_GROUP = 0.5
 WORTH_PUBLISHING = 0.1
 
 # For engines about which nothing is known: of the size of a 7B model on an A6000, of no engine's shape. An iteration
-# gets longer from where decodes end. Of GPUs most are measured to take no longer up to 200 or 300 tokens, but on a CPU
-# each token counts, and what a model says is free stays free whatever is learned (docs/experiments/learning.md).
+# gets longer from where decodes end. GPUs are measured to take no longer up to 60 to 350 tokens, but on a CPU each
+# token counts, and what a model says is free stays free whatever is learned (docs/experiments/learning.md).
 NEUTRAL = CostModel(
     [(0, 0.0244), (DECODE_TOKENS, 0.0244), (8192, 0.99)],
     context=(0.0, 0.0, 0.0, 2e-7),
