@@ -32,8 +32,8 @@ RULES = ("round_robin", "least_loaded", "e2, costs given", "e2, a GPU's", "e2, n
 SECONDS = 90.0
 HEAD_TOKENS, USER_TOKENS, QUESTION_TOKENS = 1500, 150, 25
 USERS, DOCUMENTS, DOCUMENT_TOKENS = 20, 9, 1800  # a worker
-# SGLang 0.5.23 with 20 million weights in float32 on a core, by `preble profile --url`, and twice of it: what both
-# take where each has one of two hyperthreads.
+# SGLang 0.5.23 with 20 million weights in float32 on a core, rounded from what `preble profile --url` fitted. It had
+# the machine to itself; two that share it are taken to be half as fast.
 ON_A_CORE = CostModel(
     [(1, 0.0235), (8, 0.0388), (128, 0.095), (512, 0.195), (975, 0.348), (2600, 0.349)],
     context=(0.0, 0.0, 0.0, 4.27e-6),
@@ -43,13 +43,14 @@ ON_A_CORE = CostModel(
 
 @dataclass(frozen=True)
 class Engine:
-    """What is simulated. `capacity_tokens` by traffic: of documents a cache holds seven of nine."""
+    """What is simulated. `capacity_tokens` by traffic: on a core a cache has no room for its share of the documents,
+    on a GPU it has."""
 
     cost: CostModel
     places: int
     answer_tokens: int
     capacity_tokens: dict[str, int]
-    rates: tuple[float, ...]  # requests a second and worker: nearly idle to near saturation
+    rates: tuple[float, ...]  # requests a second and worker; documents on a core are too many from the second on
 
 
 GPU_TOKENS = {"one prompt": 100_000, "documents": 21_000}
@@ -88,7 +89,7 @@ def one_prompt(rng: np.random.Generator, tokens: Tokens, workers: int) -> Prompt
 
 
 def about_documents(rng: np.random.Generator, tokens: Tokens, workers: int) -> Prompt:
-    """A question about one of more documents than a cache holds."""
+    """A question about one of nine documents a worker."""
     texts = [tokens(DOCUMENT_TOKENS * rng.uniform(0.67, 1.1)) for _ in range(DOCUMENTS * workers)]
 
     def prompt() -> tuple[int, tuple[npt.NDArray[np.int32], ...]]:

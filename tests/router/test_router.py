@@ -391,10 +391,11 @@ async def test_a_connection_that_failed_before_the_hello_was_sent_is_tried_again
 ) -> None:
     """Its socket had nobody left to send to, which was taken for a full queue, and the worker for one never to be tried
     again."""
-    send = client.WorkerLink.send
+    send, deadline = client.WorkerLink.send, time.monotonic() + HANG_SECONDS
 
     def late(link: client.WorkerLink, message: wire.Message) -> None:
         while isinstance(message, wire.Hello) and link._dealer.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
+            assert time.monotonic() < deadline, "the connection was never given up"
             time.sleep(0.001)  # until ZeroMQ has given the connection up: its other end demands keys
         send(link, message)
 
