@@ -147,6 +147,7 @@ cdef class LoadTracker:
     cdef bint is_behind(self, double now) noexcept nogil
     cdef double scale(self, uint32_t worker, double now, double longest) noexcept nogil
     cdef double pressure(self, double load_seconds, uint32_t workers, double longest) noexcept nogil
+    cdef double whole_pressure(self, double load_seconds, uint32_t workers, double longest) noexcept nogil
     cdef double longest_observed(self, double now) noexcept nogil
     cdef double done_seconds(self, uint32_t worker, double now) noexcept nogil
     cdef double load_seconds(self, uint32_t worker) noexcept nogil

@@ -25,6 +25,7 @@ cdef enum:
     BATCH_MIN = 8                # usual decode batch assumed while fewer requests run
     BATCH_MAX = 64
     PRESSURE_MAX = 2             # seconds others wait for a second of work, at most
+    REPEATED_MAX = 10            # and for a second of work that need not be done, at most
     ROW_TOKENS_MAX = 0xFFFFFFFF  # a row counts so many; more changes no decision
     ROWS_MAX = 65536             # workers; untouched rows take no memory
     OUTPUT_UNKNOWN = 128         # output tokens expected while nothing was observed
@@ -576,8 +577,12 @@ cdef class LoadTracker:
     cdef double pressure(self, double load_seconds, uint32_t workers, double longest) noexcept nogil:
         """kappa: seconds that others wait for each second of work, rho / (1 - rho), from the mean load rho of so many
         workers with so much assigned; 2 at most: more would keep hot prefixes where they are for too long."""
+        return min(PRESSURE_MAX, self.whole_pressure(load_seconds, workers, longest))
+
+    cdef double whole_pressure(self, double load_seconds, uint32_t workers, double longest) noexcept nogil:
+        """The same, 10 at most: of work that is done a second time."""
         cdef double rho = load_seconds / (longest * max(workers, 1))
-        return min(PRESSURE_MAX, max(rho, 0.0) / (1.0 - min(rho, 0.9)))
+        return min(REPEATED_MAX, max(rho, 0.0) / (1.0 - min(rho, 0.9)))
 
     cdef double longest_observed(self, double now) noexcept nogil:
         """How long the oldest worker has been observed, at most the window."""

@@ -381,6 +381,50 @@ def test_who_holds_enough_tokens_but_too_few_whole_blocks_is_paid_a_copy() -> No
     raise AssertionError("no copy was paid for")
 
 
+@pytest.mark.parametrize(
+    ("uses", "capacity_tokens", "is_paid"),
+    [(1, 300, True), (2, 300, False), (2, 500, True)],  # it caches two prompts of 100 tokens
+)
+def test_a_copy_is_not_paid_for_where_it_drives_out_what_was_used_again(
+    uses: int, capacity_tokens: int, is_paid: bool
+) -> None:
+    """What it drives out would be copied back at once, and drive out something else: near saturation a fleet whose
+    caches were full of documents came to compute a tenth of all tokens again (8 s to the first token for 0.1)."""
+    cold = WorkerSpec("cold", kv_capacity_tokens=capacity_tokens, cost_model=FLAT)
+    sched = GlobalScheduler([WorkerSpec("warm", cost_model=FLAT), cold], clock=ManualClock(100.0))
+    for prompt in (fresh(100, 20_000), fresh(100, 30_000)):
+        for _ in range(uses):
+            serve(sched, prompt, "cold")
+    for _ in range(40):
+        serve(sched, DOCUMENT, "warm")
+    for number in range(8):  # so long it would wait for these
+        sched.schedule(fresh(50, 10_000 * (10 + number)), exclude=["cold"], max_new_tokens=150)
+    for number in range(40):
+        why = sched.explain([*DOCUMENT, number], max_new_tokens=150)
+        if terms(sched, [*DOCUMENT, number], "cold", max_new_tokens=150).credit_seconds < 0.0:
+            assert is_paid and (why.worker, why.reason) == ("cold", "escape")
+            return
+        request_id = sched.schedule([*DOCUMENT, number], exclude=["cold"], max_new_tokens=150).request_id
+        sched.finish(request_id, output_tokens=150)
+    assert not is_paid
+
+
+@pytest.mark.parametrize(("capacity_tokens", "is_more"), [(30_000, False), (100, True)])
+def test_on_a_busy_fleet_computing_again_what_another_caches_costs_the_others_more(
+    capacity_tokens: int, is_more: bool
+) -> None:
+    """Where there is no room for it. kappa is 2 at most for what nobody caches, 10 for what need not be computed."""
+    specs = [WorkerSpec(name, kv_capacity_tokens=capacity_tokens, cost_model=FLAT) for name in ("warm", "cold")]
+    sched = GlobalScheduler(specs, clock=ManualClock(100.0))
+    serve(sched, DOCUMENT[:60], "warm")
+    for number in range(2):  # 20 s of prefill in 10 s, on either worker
+        serve(sched, fresh(20_000, 10**6 * (1 + number)), ("warm", "cold")[number])
+    serve(sched, DOCUMENT[:60], "warm")
+    warm, cold = sched.explain(DOCUMENT, max_new_tokens=1).workers
+    assert (warm.matched_tokens, warm.others_seconds) == (60, pytest.approx(0.041 * 2.0))
+    assert cold.others_seconds == pytest.approx(0.101 * 2.0 + is_more * 0.060 * 8.0)
+
+
 # --- the terms --------------------------------------------------------------------------------------------------------
 
 

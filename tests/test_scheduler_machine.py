@@ -29,6 +29,7 @@ COSTS = [
         pair=(100, 0.0, 1e-4, 1e-4, 1e-5),
         start=0.05,
     ),
+    preble.CostModel([(0, 0.02), (100, 3.02)], context=(0, 0.0, 0.001, 1e-5)),  # so slow that the fleet is busy
 ]
 prompts = st.builds(
     lambda parts, cut: sum((SEGMENTS[part] for part in parts), ())[:cut],

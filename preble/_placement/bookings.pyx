@@ -234,13 +234,12 @@ cdef class DecisionCore(E2):
         cdef Scratch* s = &self.scratch
         clear_scratch(s)
         s.workers = self.tree.t.worker_end
-        cdef Prices prices = self.prices(request)
-        self.weigh_all(s, request, self.least_held(self.gather(s, request), request.count), &prices)
-        indices = []
+        cdef uint32_t best = self.gather(s, request)
+        cdef Prices prices = self.prices(request, best)
+        self.weigh_all(s, request, self.least_held(best, request.count), &prices)
         for i in range(s.workers):
-            if s.terms[i].weighed:
-                s.terms[i].candidate = True
-                indices.append(i)
+            s.terms[i].candidate = s.terms[i].weighed
+        indices = [i for i in range(s.workers) if s.terms[i].weighed]
         return indices[policy.decide(asked, self.view(indices))] if indices else NONE
 
     def view(self, list indices) -> object:

@@ -39,6 +39,7 @@ cdef struct Terms:               # one worker in one decision; seconds unless sa
     double eviction
     double balance
     double credit                # 0 or less
+    double repeated              # of `others`, for what it would compute though somebody caches it
     double loading               # bringing what is cached, and not in the GPU's memory, there
     uint32_t loaded[MEDIA]       # tokens of `usable` that are, by medium
     double total                 # what is compared
@@ -81,6 +82,8 @@ cdef struct Prices:              # what is the same for all workers in one decis
     double now
     double longest               # seconds that the oldest worker has been observed
     double pressure              # kappa
+    double repeated_pressure     # by how much it is more for work that need not be done at all
+    uint32_t best                # tokens of the prompt that some worker caches, at most all but the last
     double output_tokens         # o
     double evicted_uses          # 2 h
     bint some_below              # host memory or a disk is behind some worker's GPU memory
@@ -93,6 +96,7 @@ cdef struct Prices:              # what is the same for all workers in one decis
     double prefill               # P of such a worker
     double context_seconds       # 0.3 o b of such a worker
     double own                   # P (1 + kappa) of such a worker
+    double repeated              # what others wait longer for what it computes though somebody caches it
     double each_live             # what each request that it has adds to a total there
     double full_share            # of a second of load, of one half of the time observed
 
@@ -144,7 +148,7 @@ cdef class E2:
     cdef bint goes_on(self, const Placement* request) noexcept nogil
     cdef uint32_t home_of(self, const Scratch* s, const Placement* request, uint32_t best) noexcept nogil
     cdef void size_up(self, Terms* terms, uint32_t worker, uint32_t held, uint32_t count) noexcept nogil
-    cdef Prices prices(self, const Placement* request) noexcept nogil
+    cdef Prices prices(self, const Placement* request, uint32_t best) noexcept nogil
     cdef void price_of(self, Prices* prices, uint32_t worker, uint32_t usable, uint32_t count) noexcept nogil
     cdef double sent_away_seconds(self, uint32_t worker, int64_t missed, const Terms* terms,
                                   const Prices* prices) noexcept nogil
@@ -159,6 +163,7 @@ cdef class E2:
                               const Prices* prices) noexcept nogil
     cdef void set_credit(self, Terms* terms, uint32_t worker, const Placement* request, const Terms* home,
                          double credit, const Prices* prices) noexcept nogil
+    cdef bint drives_out_reused(self, uint32_t worker, int64_t need, double now) noexcept nogil
     cdef bint better(self, const Terms* one, uint32_t a, const Terms* two, uint32_t b) noexcept nogil
     cdef uint32_t least_held(self, uint32_t best, uint32_t count) noexcept nogil
     cdef Choice choose_e2(self, Scratch* s, const Placement* request) noexcept nogil

@@ -10,6 +10,7 @@ books what is chosen here.
     loading    for what it caches in host memory or on disk alone: seconds a token, as learned; where that is more than
                computing it takes, it is computed
     others     P (kappa + 0.1 B) + 0.3 o b n B whom its prefill keeps waiting, whose decoding it interrupts and slows
+               + (P - P*) (kappa' - kappa)     more, where there is no room for what another worker caches
     decode     0.3 o b C                       its own output in that batch
     eviction   2 h e P (1 + kappa) + 50 ms     what must be computed again, if it is used as often as the rest; 50 ms
                or min(3 P (1 + kappa), W) more for a copy's room, where others hold the prompt and this one does not;
@@ -30,14 +31,16 @@ books what is chosen here.
     B  live requests, with C prompt tokens              o  output tokens to expect; n: prompt tokens
     b  seconds that a token of context adds to an       h  share of the window's prompt tokens that was cached
        iteration (cost model)                           e  what must be evicted, as a share of what is missed
-    kappa  seconds that the fleet's others wait for a second of work (`LoadTracker.pressure`)
+    kappa  seconds that the fleet's others wait for a second of work (`LoadTracker.pressure`), 2 at most; kappa' 10
+    P*     seconds to prefill what nobody caches
     W      mean of Q, or T if that is more, of the workers that take requests: where nobody waits, nothing is gained by
            what is not moved
     home   who held last what is known of a prompt, and is no holder any more, if nobody still holds more: its siblings
            meet there again, instead of each idle worker computing it once
     rho    L over the time observed: on a fleet with little to do a cache of some hundred tokens outweighs the turns
     saved up: by how much the best holder's total was above what it would be on an average one of the others, were the
-       prefix there; added up over the requests that share it (`copy_credits.pxd`). A copy spends it all
+       prefix there; added up over the requests that share it (`copy_credits.pxd`). A copy spends it all. It pays for
+       none that would drive out what its worker was asked for again: that would be copied back at once, and so on
 
 Who caches the prompt is kept because P is more elsewhere, and left as soon as waiting and decoding there cost more than
 that: there is no gate. What the choice is called follows from it:
@@ -58,12 +61,13 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from preble._core.atomic cimport load32, load_double, load_signed, store_double, store_signed
+from preble._core.atomic cimport load32, load64, load_double, load_signed, store_double, store_signed
 from preble._cost cimport Cost, Lease, LoadTracker, Row, prefill_seconds
-from preble._core.tree.layout cimport (Tree, WorkerMarks, index_of, load_run, load_workers, node_at,
+from preble._core.tree.layout cimport (Tree, WorkerMarks, index_of, load_run, load_workers, mark_at, node_at,
                                        worker_of)
 from preble._core.memory cimport NONE
 from preble._core.tree.nodes cimport confirmed_tokens, held_at, last_word, on_gpu
+from preble._core.tree.parts cimport hits_estimate
 from preble._placement.copy_credits cimport CREDITS, Credit, credited_node, saved
 from preble._kv_index.load_rates cimport DISK, HOST, LoadRates, load_seconds_of, note_load, note_other, open_rates
 from preble._radix cimport RadixTree
@@ -75,6 +79,7 @@ cdef extern from * nogil:
 cdef enum:
     WORKERS_MAX = 65536
     HEAD_TOKENS = 16             # by which routers agree on a worker
+    DRIVEN_OUT_LOOKED = 64       # marks, of those that a copy would drive out
     PLACED_LATELY = 256          # bookings that say how much others place
 
 cdef double HOLDER_SHARE_MIN = 0.9  # of the longest cached prefix: who holds as much exploits it
@@ -86,6 +91,7 @@ cdef double TOGETHER_SHARE = 0.3  # of its output, that a request decodes with t
 cdef double EVICTED_USES = 2.0   # of what is evicted, for each use of what is cached
 cdef double MOVED_USES = 3.0     # of what is moved away from its home
 cdef double COPY_SECONDS = 0.05  # for the room that a copy takes of what others hold
+cdef double REUSED_HITS = 1.0    # within the window; who was asked for no more often was never used again
 cdef double LOAD_SHARE = 0.02    # of a second of load,
 cdef double HALF_BUSY = 0.5      # on a worker that is busy for so much of its time or more
 cdef double OTHERS_MIN = 0.001
@@ -456,18 +462,21 @@ cdef class E2:
         """Fill in what a worker can use of the prompt."""
         fit(terms, &self.loads.rows[worker], held, count)
 
-    cdef Prices prices(self, const Placement* request) noexcept nogil:
-        """What one decision multiplies with, before it has met a worker."""
+    cdef Prices prices(self, const Placement* request, uint32_t best) noexcept nogil:
+        """What one decision multiplies with, before it has met a worker; `best` tokens are the most that one has."""
         cdef Prices prices
         prices.now = request.now
         prices.longest = self.loads.longest_observed(request.now)
         prices.fleet = self.of_fleet()
         prices.pressure = self.loads.pressure(prices.fleet.load, prices.fleet.workers, prices.longest)
+        prices.repeated_pressure = self.loads.whole_pressure(prices.fleet.load, prices.fleet.workers,
+                                                             prices.longest) - prices.pressure
         prices.output_tokens = self.loads.expected_of_fleet(request.max_new_tokens)
         prices.evicted_uses = EVICTED_USES * load_double(&self.loads.hit_share)
         prices.passed = PASSED_SHARE / request.count if self.goes_on(request) else 0.0
         prices.alike = prices.usable = prices.home = NONE
-        prices.prefill = prices.context_seconds = prices.own = prices.each_live = 0.0
+        prices.prefill = prices.context_seconds = prices.own = prices.repeated = prices.each_live = 0.0
+        prices.best = min(best, request.count - 1)
         prices.full_share = 1.0 / (HALF_BUSY * prices.longest)
         prices.some_below = load_signed(&self.tree.t.below) != 0
         return prices
@@ -483,6 +492,10 @@ cdef class E2:
         prices.context_seconds = (TOGETHER_SHARE * prices.output_tokens * cost.context_slope
                                   if cost != NULL else 0.0)
         prices.own = prices.prefill * (1.0 + prices.pressure)
+        prices.repeated = 0.0
+        if prices.repeated_pressure > 0.0 and usable < prices.best and cost != NULL:
+            prices.repeated = prices.prefill - prefill_seconds(cost, count - prices.best, count)
+            prices.repeated = max(prices.repeated, 0.0) * prices.repeated_pressure
         prices.each_live = REQUEST_SECONDS + INTERRUPTED_SHARE * prices.prefill + prices.context_seconds * count
 
     cdef double sent_away_seconds(self, uint32_t worker, int64_t missed, const Terms* terms,
@@ -542,6 +555,8 @@ cdef class E2:
         terms.decode = prices.context_seconds * load32(&row.live_prompt_tokens)
         evicted = evicted_share(&load_workers(&self.tree.t.workers)[worker], row, request.count - terms.usable, prices)
         terms.must_evict = evicted > 0.0
+        terms.repeated = prices.repeated if terms.must_evict else 0.0
+        terms.others += terms.repeated
         terms.eviction = evicted * prices.evicted_uses * prices.prefill * (1.0 + prices.pressure)
         if prices.some_below and terms.eviction > 0.0:
             terms.eviction = self.sent_away_seconds(worker, request.count - terms.usable, terms, prices)
@@ -581,16 +596,41 @@ cdef class E2:
 
     cdef void set_credit(self, Terms* terms, uint32_t worker, const Placement* request, const Terms* home,
                          double credit, const Prices* prices) noexcept nogil:
-        """Take off what making a copy on this worker costs more than using the one at home, if that is saved up."""
+        """Take off what making a copy on this worker costs more than using the one at home, if that is saved up and
+        nothing must go for it that was used again."""
+        cdef int64_t need = request.count - terms.usable + <int64_t> prices.output_tokens
         cdef const Cost* cost = load_cost(&self.loads.rows[worker].cost)
         cdef double live = load32(&self.loads.rows[worker].live_requests), price
         if cost == NULL:
             return
         price = terms.prefill - prefill_seconds(cost, request.count - home.usable, request.count)
         price = price * (1.0 + prices.pressure + INTERRUPTED_SHARE * live) + max(terms.eviction - home.eviction, 0.0)
-        if 0.0 < price <= credit:
+        price += terms.repeated
+        if 0.0 < price <= credit and not (terms.must_evict and self.drives_out_reused(worker, need, request.now)):
             terms.credit = -price
             terms.total -= price
+
+    cdef bint drives_out_reused(self, uint32_t worker, int64_t need, double now) noexcept nogil:
+        """Whether a worker that needs room for so many tokens must give up something that it was asked for more than
+        once within the window: of what was used longest ago, as far as needed. No more than DRIVEN_OUT_LOOKED marks are
+        looked at; what comes after those counts as never used again. Where host memory is behind the GPU's, nothing is
+        given up."""
+        cdef Tree* t = &self.tree.t
+        cdef WorkerMarks* marks = &load_workers(&t.workers)[worker]
+        cdef uint32_t i = load32(&marks.recency.oldest), looked = 0
+        if load_signed(&marks.below):
+            return False
+        need += (load_signed(&marks.tokens) - load_signed(&marks.capacity)
+                 + load32(&self.loads.rows[worker].live_output_tokens))
+        while need > 0 and looked < <uint32_t> DRIVEN_OUT_LOOKED:
+            if i == NONE:                        # all else is held by requests that run
+                return True
+            if hits_estimate(load64(&mark_at(t, i).hits), now, t.window_seconds) > REUSED_HITS:
+                return True
+            need -= load_run(&node_at(t, load32(&mark_at(t, i).node)).run).length
+            i = load32(&mark_at(t, i).newer)
+            looked += 1
+        return False
 
     cdef bint better(self, const Terms* one, uint32_t a, const Terms* two, uint32_t b) noexcept nogil:
         """Whether worker `a` beats `b`: lower total, then more cached, then fewer live requests, then less cached,
@@ -621,7 +661,7 @@ cdef class E2:
         """The E2 rule. Leaves what it met in the scratch; `everyone` keeps all terms, for an explanation."""
         cdef uint32_t best = self.gather(s, request)
         cdef uint32_t least_held = self.least_held(best, request.count)
-        cdef Prices prices = self.prices(request)
+        cdef Prices prices = self.prices(request, best)
         cdef Terms there
         cdef Choice choice
         if least_held == NONE:

@@ -25,11 +25,12 @@ Path = tuple[Hashable, Tokens]  # (namespace, every token from the prompt's star
 SLICES = 36
 # The rule's constants.
 HOLDER_SHARE_MIN, BEHIND_SECONDS, REQUEST_SECONDS, INTERRUPTED_SHARE = 0.9, 0.3, 0.004, 0.1
-TOGETHER_SHARE, EVICTED_USES, LOAD_SHARE, PRESSURE_MAX = 0.3, 2.0, 0.02, 2.0
+TOGETHER_SHARE, EVICTED_USES, LOAD_SHARE, PRESSURE_MAX, REPEATED_MAX = 0.3, 2.0, 0.02, 2.0, 10.0
 TURN_SHARE, STAY_SHARE = 0.25, 0.125  # of a turn of all places, that a wait counts at most; of what the last stay says
 PASSED_SHARE = 0.8  # of what is ahead, that a session's next turn passes where all of it is cached
 WORK_SHARE, COPY_SECONDS, MOVED_USES = 0.5, 0.05, 3.0
 CREDIT_AGE_SECONDS = 60.0
+REUSED_HITS, DRIVEN_OUT_LOOKED = 1.0, 64  # what a copy does not drive out
 UNSEEN_DELAYS, DRAW_QUEUE_WEIGHT, HEAD_TOKENS, PLACED_LATELY, OTHERS_MIN = (
     20.0,
     3.0,
@@ -518,6 +519,8 @@ class Prices:
     """What is the same for all workers in one decision."""
 
     pressure: float
+    repeated_pressure: float  # by how much it is more for what is computed again
+    best: int  # tokens of the prompt that somebody caches, at most all but the last
     output: int
     evicted_uses: float
     passed: float  # of what is ahead, by token of the prompt that is cached
@@ -543,6 +546,7 @@ class Row:
     loading: float
     loaded: tuple[int, int]
     must_evict: bool = False
+    repeated: float = 0.0  # of `others`
     credit: float = 0.0
 
     @property
@@ -653,7 +657,7 @@ class NaiveScheduler:
         longest = max(whole.values())
         enough = longest > self.config.exploit_ratio * length
         least_held = max(1, int(HOLDER_SHARE_MIN * longest))
-        prices = self.prices(path, limit, now, [self.accounts[name] for name in names])
+        prices = self.prices(path, longest, limit, now, [self.accounts[name] for name in names])
         rows = [self.row(name, path, held[name], prices, now) for name in names]
         if not enough:
             homes = self.tree.homes(path, self.config.exploit_ratio, self.places)
@@ -680,7 +684,7 @@ class NaiveScheduler:
         credit = max(0.0, credit)
         plain, rows = (
             rows,
-            [row if row.whole >= least_held else self.credited(row, home, length, credit, prices) for row in rows],
+            [row if row.whole >= least_held else self.credited(row, home, length, credit, prices, now) for row in rows],
         )
         best = min(rows, key=lambda row: (row.total, row.tie))
         unseen = UNSEEN_DELAYS * self.config.peer_delay_seconds * self.others
@@ -750,13 +754,32 @@ class NaiveScheduler:
         """For what is ahead, of which such a share stays ahead, or for a place, whichever is longer."""
         return max(self.ahead(account, now) * stays, self.place_wait(account))
 
-    def credited(self, row: Row, home: Row, length: int, credit: float, prices: Prices) -> Row:
-        """What a copy costs on this worker is taken off where it is saved up."""
+    def credited(self, row: Row, home: Row, length: int, credit: float, prices: Prices, now: float) -> Row:
+        """What a copy costs on this worker is taken off where it is saved up, and drives out nothing that was used
+        again."""
         cost = self.accounts[row.worker].cost
         price = row.prefill - cost.prefill(length - home.matched, length)
         price *= 1.0 + prices.pressure + INTERRUPTED_SHARE * row.live
-        price += max(0.0, row.eviction - home.eviction)
-        return replace(row, credit=-price) if 0.0 < price <= credit else row
+        price += max(0.0, row.eviction - home.eviction) + row.repeated
+        if not 0.0 < price <= credit:
+            return row
+        kept = row.must_evict and self.drives_out_reused(row.worker, length - row.matched + prices.output, now)
+        return row if kept else replace(row, credit=-price)
+
+    def drives_out_reused(self, worker: str, need: int, now: float) -> bool:
+        """Whether of what a worker used longest ago something must go that was asked for more than once."""
+        account = self.accounts[worker]
+        if self.tree.below[worker]:
+            return False
+        promised = sum(booking.expected_output for booking in account.live)
+        need += self.tree.cached(worker) + promised - account.spec.kv_capacity_tokens
+        for node in self.tree.recency[worker][:DRIVEN_OUT_LOOKED]:
+            if need <= 0:
+                return False
+            if self.tree.nodes[node].marks[worker].hits.estimate(now) > REUSED_HITS:
+                return True
+            need -= len(node[1]) - self.tree.start(node)
+        return need > 0 and len(self.tree.recency[worker]) < DRIVEN_OUT_LOOKED
 
     def agreed(
         self, rows: list[Row], best: Row, tokens: Tokens, held: int, bound: float, prices: Prices, now: float
@@ -808,13 +831,17 @@ class NaiveScheduler:
             gone = min(eviction, lacking(there, self.tree.cached(name)) * again)
             tokens = length - usable + sum(loaded) + prices.output
             eviction = gone + min(eviction - gone, prices.evicted_uses * account.load_seconds(tokens, 0))
+        must_evict = lacking(account.spec.kv_capacity_tokens, here) > 0.0
+        least = account.cost.prefill(length - prices.best, length)
+        repeated = max(0.0, prefill - least) * prices.repeated_pressure * (must_evict and usable < prices.best)
         return Row(
             *(name, whole, usable, load, prefill),
             queue=self.wait(account, stays, now) + min(behind, BEHIND_SECONDS) * stays + REQUEST_SECONDS * live,
-            others=prefill * (prices.pressure + INTERRUPTED_SHARE * live) + context * length * live,
+            others=prefill * (prices.pressure + INTERRUPTED_SHARE * live) + context * length * live + repeated,
             decode=context * sum(booking.prompt_tokens for booking in account.live),
             eviction=eviction,
-            must_evict=lacking(account.spec.kv_capacity_tokens, here) > 0.0,
+            must_evict=must_evict,
+            repeated=repeated,
             balance=LOAD_SHARE * load * min(1.0, load / (0.5 * self.longest_observed(now))),
             live=live,
             tie=(-usable, live, self.tree.cached(name), self.places.index(name)),
@@ -841,13 +868,16 @@ class NaiveScheduler:
         every = [booking for account in self.accounts.values() for booking in self.window(account)]
         return sum(b.prefill_ns for b in every) * 1e-9 + sum(b.output for b in every) * self.output_seconds
 
-    def prices(self, path: Path, limit: int | None, now: float, fleet: list[Account]) -> Prices:
-        """What is the same for all workers, of which these take requests."""
+    def prices(self, path: Path, longest: int, limit: int | None, now: float, fleet: list[Account]) -> Prices:
+        """What is the same for all workers, of which these take requests and one caches so much."""
         rho = self.assigned(fleet) / (self.longest_observed(now) * len(fleet))
         recent = [b for account in self.accounts.values() for b in self.window(account) if b.counts]
         matched, prompts = sum(b.matched for b in recent), sum(b.prompt_tokens for b in recent)
+        whole = min(REPEATED_MAX, rho / (1.0 - min(rho, 0.9)))
         return Prices(
-            pressure=min(PRESSURE_MAX, rho / (1.0 - min(rho, 0.9))),
+            pressure=min(PRESSURE_MAX, whole),
+            repeated_pressure=max(0.0, whole - PRESSURE_MAX),
+            best=min(longest, len(path[1]) - 1),
             output=self.expected_anywhere(limit),
             evicted_uses=EVICTED_USES * (matched / max(prompts, 1)),
             passed=PASSED_SHARE / len(path[1]) if self.tree.goes_on(path) else 0.0,

@@ -47,8 +47,7 @@ def half_terms(DecisionCore core not None, token_ids, object namespace, int64_t 
         core.loads.advance(now)
         clear_scratch(s)
         s.workers = core.tree.t.worker_end
-        core.gather(s, &request)
-        prices = core.prices(&request)
+        prices = core.prices(&request, core.gather(s, &request))
         rows = []
         for index in workers:
             i = index
