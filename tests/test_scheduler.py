@@ -381,6 +381,22 @@ def test_who_holds_enough_tokens_but_too_few_whole_blocks_is_paid_a_copy() -> No
     raise AssertionError("no copy was paid for")
 
 
+def pays_for_a_copy(sched: GlobalScheduler) -> bool:
+    """Whether a document that is asked for again and again on a busy worker, "warm", is copied to "cold"."""
+    for _ in range(40):
+        serve(sched, DOCUMENT, "warm")
+    for number in range(8):  # so long it would wait for these
+        sched.schedule(fresh(50, 10_000 * (10 + number)), exclude=["cold"], max_new_tokens=150)
+    for number in range(40):
+        prompt = [*DOCUMENT, number]
+        if terms(sched, prompt, "cold", max_new_tokens=150).credit_seconds < 0.0:
+            why = sched.explain(prompt, max_new_tokens=150)
+            return (why.worker, why.reason) == ("cold", "escape")
+        request_id = sched.schedule(prompt, exclude=["cold"], max_new_tokens=150).request_id
+        sched.finish(request_id, output_tokens=150)
+    return False
+
+
 @pytest.mark.parametrize(
     ("uses", "capacity_tokens", "is_paid"),
     [(1, 300, True), (2, 300, False), (2, 500, True)],  # it caches two prompts of 100 tokens
@@ -395,18 +411,19 @@ def test_a_copy_is_not_paid_for_where_it_drives_out_what_was_used_again(
     for prompt in (fresh(100, 20_000), fresh(100, 30_000)):
         for _ in range(uses):
             serve(sched, prompt, "cold")
-    for _ in range(40):
-        serve(sched, DOCUMENT, "warm")
-    for number in range(8):  # so long it would wait for these
-        sched.schedule(fresh(50, 10_000 * (10 + number)), exclude=["cold"], max_new_tokens=150)
-    for number in range(40):
-        why = sched.explain([*DOCUMENT, number], max_new_tokens=150)
-        if terms(sched, [*DOCUMENT, number], "cold", max_new_tokens=150).credit_seconds < 0.0:
-            assert is_paid and (why.worker, why.reason) == ("cold", "escape")
-            return
-        request_id = sched.schedule([*DOCUMENT, number], exclude=["cold"], max_new_tokens=150).request_id
-        sched.finish(request_id, output_tokens=150)
-    assert not is_paid
+    assert pays_for_a_copy(sched) == is_paid
+
+
+@pytest.mark.parametrize(("others", "is_paid"), [(60, False), (70, True)])
+def test_of_what_a_copy_drives_out_64_marks_are_looked_at(others: int, is_paid: bool) -> None:
+    """What comes after those counts as never used again, so that a decision takes no longer on a worker with many."""
+    cold = WorkerSpec("cold", kv_capacity_tokens=105 + others, cost_model=FLAT)
+    sched = GlobalScheduler([WorkerSpec("warm", cost_model=FLAT), cold], clock=ManualClock(100.0))
+    for number in range(others):
+        serve(sched, [20_000 + number], "cold")
+    for _ in range(2):
+        serve(sched, fresh(100, 30_000), "cold")
+    assert pays_for_a_copy(sched) == is_paid
 
 
 @pytest.mark.parametrize(("capacity_tokens", "is_more"), [(30_000, False), (100, True)])
