@@ -34,12 +34,17 @@ def compiled_modules() -> list[str]:
 
 @free_threaded
 def test_importing_and_deciding_leave_pythons_lock_off() -> None:
-    """A module that is not declared safe turns the lock on for the whole process, with a warning only."""
+    """A module that is not declared safe turns the lock on for the whole process, with a warning only. Modules beside
+    the core whose packages are not installed are left out: there is no msgspec for 3.13t."""
     script = f"""
 import importlib, sys
+from preble.errors import MissingExtra
 assert not sys._is_gil_enabled(), "it was on from the start"
 for name in {compiled_modules()!r}:
-    importlib.import_module(name)
+    try:
+        importlib.import_module(name)
+    except (MissingExtra, ModuleNotFoundError):
+        assert not name.startswith("preble._"), f"{{name}} cannot be imported"
     assert not sys._is_gil_enabled(), f"{{name}} turned it on"
 import preble
 scheduler = preble.GlobalScheduler(["a", "b"])
