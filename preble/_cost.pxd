@@ -90,7 +90,7 @@ cdef struct Row:                 # 80 bytes
     uint32_t waiting_requests    # of the live ones, before their first token
     uint32_t block_size          # tokens
     uint32_t eligible            # may take requests
-    uint32_t alike               # the lowest worker with the same cost model
+    uint32_t alike               # one of the workers with the same cost model, the same one for all of them
     uint32_t name                # a number made of its name, which is the same for every router
     uint32_t cached_first        # lets what it caches more of pass what waits
     uint32_t place_us            # until a place is free for one more request, in microseconds, 71 minutes at most
@@ -172,5 +172,6 @@ cdef class LoadTracker:
     cdef void note_stay(self, const Lease* lease, double now) noexcept nogil
     cdef void publish_place(self, uint32_t worker) noexcept nogil
     cdef void find_oldest(self) noexcept nogil
-    cdef void find_alike(self, uint32_t closed) noexcept
+    cdef void join_alike(self, uint32_t worker) noexcept
+    cdef void leave_alike(self, uint32_t worker) noexcept
     cdef tuple ring_sums(self, uint32_t worker)

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterable
 
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.long cimport PyLong_AsLongLongAndOverflow
 from libc.math cimport INFINITY, isfinite, sqrt
 from libc.stdint cimport int32_t, int64_t, uint32_t
@@ -404,7 +405,7 @@ cdef class LoadTracker:
     cdef int open(self, uint32_t worker, const Cost* cost, int64_t places, double now) except -1:
         """Start an empty account for a worker index, which keeps `cost` until `close` returns it and runs so many
         requests at once, 0 where that is not known."""
-        cdef uint32_t room = max(16, self.room), alike = 0
+        cdef uint32_t room = max(16, self.room)
         cdef WorkerLoad* grown
         while worker >= room:
             room *= 2
@@ -423,12 +424,10 @@ cdef class LoadTracker:
         self.workers[worker].generation = self.generations
         self.workers[worker].joined_at = now
         self.workers[worker].places = places
-        while alike < worker and (self.rows[alike].cost == NULL or memcmp(self.rows[alike].cost, cost, sizeof(Cost))):
-            alike += 1
-        store32(&self.rows[worker].alike, alike)
         store_double(&self.rows[worker].joined_at, now)
         store_cost(&self.rows[worker].cost, cost)
         self.end = max(self.end, worker + 1)
+        self.join_alike(worker)
         self.find_oldest()
         self.retune()
         return 0
@@ -450,15 +449,25 @@ cdef class LoadTracker:
         while self.end and not self.workers[self.end - 1].used:
             self.end -= 1
         self.find_oldest()
-        self.find_alike(worker)
+        self.leave_alike(worker)
         self.settle()
         return cost
 
-    cdef void find_alike(self, uint32_t closed) noexcept:
-        """Whoever shared its cost model's number with a closed worker gets another."""
+    cdef void join_alike(self, uint32_t worker) noexcept:
+        """A worker whose cost model was set gets the number of those that have the same one, its own if none has."""
+        cdef uint32_t i, number = worker
+        for i in range(self.end):
+            if (i != worker and self.rows[i].cost != NULL
+                    and not memcmp(self.rows[i].cost, self.rows[worker].cost, sizeof(Cost))):
+                number = self.rows[i].alike
+                break
+        store32(&self.rows[worker].alike, number)
+
+    cdef void leave_alike(self, uint32_t worker) noexcept:
+        """Whoever shares this worker's number as that of its cost model gets another."""
         cdef uint32_t i, first = <uint32_t> -1
         for i in range(self.end):
-            if self.rows[i].cost != NULL and self.rows[i].alike == closed:
+            if i != worker and self.rows[i].cost != NULL and self.rows[i].alike == worker:
                 first = min(first, i)
                 store32(&self.rows[i].alike, first)
 
@@ -825,6 +834,17 @@ cdef class LoadTracker:
         assert longer == self.fleet_places_ns, "waits for places of the fleet"
         outstanding = self.fleet_waiting_ns, self.fleet_requests, self.fleet_prompt_tokens
         assert outstanding == tuple([sum(each.values()) for each in (waiting_ns, live, prompts)]), "fleet outstanding"
+        self.check_alike()
+
+    def check_alike(self) -> None:
+        """Assert that workers have one number if and only if they have one cost model."""
+        cdef uint32_t i
+        numbers = {}
+        for i in range(self.end):
+            if self.rows[i].cost != NULL:
+                model = PyBytes_FromStringAndSize(<const char*> self.rows[i].cost, sizeof(Cost))
+                assert numbers.setdefault(model, self.rows[i].alike) == self.rows[i].alike, f"cost model of worker {i}"
+        assert len(set(numbers.values())) == len(numbers), "two cost models have one number"
 
     cdef tuple ring_sums(self, uint32_t worker):
         cdef Bucket total

@@ -276,14 +276,17 @@ def test_a_prefix_that_was_evicted_meets_at_its_home() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "capacity_tokens", "chosen"),
-    [("another", 103, "other"), ("another", 102, "home"), ("the same", 103, "home")],  # 101 tokens, an output of 1 each
+    ("kind", "capacity_tokens", "chosen"),  # 101 tokens, an output of 1 each
+    [("another", 103, "other"), ("another", 102, "home"), ("the same", 103, "home"), ("the same, later", 103, "home")],
 )
 def test_a_home_is_left_for_a_worker_of_another_kind_with_room(kind: str, capacity_tokens: int, chosen: str) -> None:
     """What goes there is kept, and it is dearer there, so nobody goes by chance: of unequal workers the fast ones were
-    given everything again and again, more than they could cache, while slow ones had room."""
+    given everything again and again, more than they could cache, while slow ones had room. A worker that was added in
+    the place of one that had left was of another kind than those before it whose costs it shares."""
     slow = CostModel([(0, 0.0011), (100_000, 110.0011)]) if kind == "another" else FLAT
-    sched = scheduler("home")
+    sched = scheduler("gone", "home") if kind == "the same, later" else scheduler("home")
+    if kind == "the same, later":
+        sched.remove_worker("gone")
     sched.add_worker(WorkerSpec("other", kv_capacity_tokens=capacity_tokens, cost_model=slow))
     serve(sched, DOCUMENT, "home")
     sched.apply("home", [PrefixEvicted(DOCUMENT, 0)])

@@ -25,11 +25,9 @@ from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.math cimport INFINITY
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc, realloc
-from libc.string cimport memcmp, memcpy, memset
+from libc.string cimport memcpy, memset
 
-from preble._core.atomic cimport load32, store32
 from preble._cost cimport Bucket, Cost, CostModel, Lease, LoadTracker, prefill_seconds
-from preble._core.memory cimport NONE
 from preble._radix cimport RadixTree
 from preble._core.tree.reclaim cimport PLAIN, retire_thing
 from preble._placement.prefix_groups cimport Groups
@@ -175,8 +173,6 @@ def swap_cost(Groups groups not None, uint32_t worker, CostModel cost not None) 
     cdef LoadTracker loads = groups.loads
     cdef const Cost* old = loads.rows[worker].cost
     cdef Cost* own
-    cdef uint32_t i
-    cdef uint32_t number = worker
     cdef double factor
     assert old != NULL, f"no worker has index {worker}"
     own = <Cost*> malloc(sizeof(Cost))
@@ -184,15 +180,10 @@ def swap_cost(Groups groups not None, uint32_t worker, CostModel cost not None) 
         raise MemoryError("swap_cost")
     memcpy(own, &cost.cost, sizeof(Cost))
     factor = price_ratio(&loads.workers[worker].window, old, own)
-    store32(&loads.rows[worker].alike, NONE)
+    loads.leave_alike(worker)
     store_cost(&loads.rows[worker].cost, own)
+    loads.join_alike(worker)
     retire_thing(&tree.t, <void*> old, PLAIN, 0)
-    loads.find_alike(worker)                     # whoever went by this worker's number
-    for i in range(loads.end):
-        if i != worker and loads.rows[i].cost != NULL and not memcmp(loads.rows[i].cost, own, sizeof(Cost)):
-            number = load32(&loads.rows[i].alike)
-            break
-    store32(&loads.rows[worker].alike, number)
     groups.count_live(worker, -1)
     loads.reprice(worker, factor)
     groups.reprice(worker, factor)
