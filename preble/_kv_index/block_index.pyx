@@ -10,7 +10,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from preble._kv_index.block_layout cimport PLACES_KEPT, SPACES_MAX, Blocks, Place, Space
-from preble._kv_index.block_positions cimport live_place, place_of, print_above, space_root
+from preble._kv_index.block_positions cimport place_of, print_above, seen_place, space_root
 from preble._kv_index.block_updates cimport DONE, apply_batch, expect_moves
 from preble._kv_index.block_table cimport SEGMENT, SEGMENT_FULL, Block, Segment, block_at
 from preble._kv_index.block_table cimport clear_table, find_key, find_name, name_of
@@ -409,7 +409,7 @@ cdef class BlockIndex:
             block = block_at(&self.b.table, i)
             assert find_name(&self.b.table, name_of(block.lo, block.hi)) == i, f"block {i} is not found by its hash"
             assert block.copies and block.start < block.end, f"block {i} is held nowhere, or empty"
-            node = live_place(&self.tree.t, block)
+            node = seen_place(&self.tree.t, block)
             assert node == NONE or print_above(&self.tree.t, node, block.start, block.end) == block.print, (
                 f"block {i} is not where it should be")
             spaces[block.space] += 1

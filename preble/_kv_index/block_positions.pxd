@@ -33,8 +33,8 @@ cdef inline void put_place(Tree* t, Block* block, uint32_t i) noexcept nogil:
     block.node = i
     block.generation = generation(node_at(t, i)) if i != NONE else 0
 
-cdef inline uint32_t live_place(Tree* t, Block* block) noexcept nogil:
-    # The node that holds the block's end, as far as its place is still right; NONE otherwise.
+cdef inline uint32_t seen_place(Tree* t, const Block* block) noexcept nogil:
+    # The node that holds the block's end, as far as its place is still right; NONE otherwise. Changes nothing.
     cdef uint32_t i = block.node
     cdef Node* node
     if i == NONE:
@@ -45,7 +45,12 @@ cdef inline uint32_t live_place(Tree* t, Block* block) noexcept nogil:
     while node.run.start >= block.end:
         i = node.parent
         node = node_at(t, i)
-    if i != block.node:
+    return i
+
+cdef inline uint32_t live_place(Tree* t, Block* block) noexcept nogil:
+    # The same; a place that a split has moved up is noted.
+    cdef uint32_t i = seen_place(t, block)
+    if i != block.node and i != NONE:
         put_place(t, block, i)
     return i
 

@@ -1,8 +1,8 @@
 """One worker's blocks by hash in a snapshot. Owns how the table, its segments, places and namespaces are written, and
 what is checked of them; the tree they lie in has been read before, by `tree.pyx`.
 
-Hashes are kept, since engines go on speaking in them. A place whose node has gone is read as lost, which it is. What a
-caller's `namespace_of` has answered is not kept; it is asked again.
+Hashes are kept, since engines go on speaking in them. A place is kept as it was noted, and one whose node has gone is
+read as lost, which it is. What a caller's `namespace_of` has answered is not kept; it is asked again.
 """
 
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
@@ -10,7 +10,7 @@ from libc.string cimport memset
 
 from preble._kv_index.block_layout cimport (COPIES_MAX, CREDIT_MAX, MEDIUM_BYTES, POSITIONS_MAX, SPACES_MAX, Blocks,
                                             Copy, Space)
-from preble._kv_index.block_positions cimport live_place, print_above
+from preble._kv_index.block_positions cimport print_above, seen_place
 from preble._kv_index.block_table cimport (DEPTH_MAX, SEGMENT, SEGMENT_FULL, Block, Segment, Table, block_at, find_name,
                                            name_of, new_segment, reserve_blocks, tag_of)
 from preble._kv_index.block_index cimport BlockIndex
@@ -236,7 +236,7 @@ cdef const char* check_block(Blocks* b, Tree* t, uint32_t i) noexcept:
         block.node = NONE
         block.generation = 0
         return NULL
-    node = live_place(t, block)
+    node = seen_place(t, block)              # where the block notes it, as long as nobody asks: a place may get lost
     if run_end(node_at(t, node).run) < block.end or print_above(t, node, block.start, block.end) != block.print:
         return b"a block is not where it should be"
     return NULL
