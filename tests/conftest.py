@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from tests.support.paths import ROOT
 
@@ -21,6 +22,9 @@ settings.register_profile(
 )
 settings.register_profile("long", settings.get_profile("preble"), derandomize=False, max_examples=1000)
 settings.load_profile("long" if os.environ.get("PREBLE_HYPOTHESIS") == "long" else "preble")
+if settings.get_current_profile_name() == "preble" and hasattr(providers, "_get_local_constants"):
+    # Else it draws constants of whatever modules of ours are loaded by then: other examples beside other tests.
+    providers._get_local_constants = lambda: providers._local_constants  # which is empty at first
 
 
 @pytest.fixture(scope="session")
