@@ -106,7 +106,7 @@ cdef int write_tree(Writer w, RadixTree tree) except -1:
 
 cdef int write_workers(Writer w, Tree* t) except -1:
     cdef WorkerRow row
-    cdef uint32_t i
+    cdef uint32_t i, epoch
     for i in range(t.worker_end):
         memset(&row, 0, sizeof(row))
         row.capacity = t.workers[i].capacity
@@ -115,7 +115,16 @@ cdef int write_workers(Writer w, Tree* t) except -1:
         row.below = <uint32_t> t.workers[i].below | <uint32_t> t.workers[i].moves_reported << 31
         row.epoch = t.workers[i].key >> INDEX_BITS
         w.put(&row, sizeof(row))
+    for i in range(t.worker_end, rows_with_keys(t.worker_room)):
+        epoch = t.workers[i].key >> INDEX_BITS
+        w.put(&epoch, sizeof(epoch))
     return 0
+
+
+cdef inline uint32_t rows_with_keys(uint32_t room) noexcept nogil:
+    """How many of so many rows may become a worker's. Those behind the last worker have an epoch, too, if there was one
+    before: what nobody caches any more is still known as the home of whoever has left, not of who joins there."""
+    return min(room, <uint32_t> 1 << INDEX_BITS)
 
 
 cdef int write_slabs(Writer w, Tree* t) except -1:
@@ -152,21 +161,12 @@ cdef char* put_nodes(Tree* t, char* at, int64_t* tokens, int64_t* blocks) noexce
             copy = node[0]
             copy.run = <TokenRun*> <size_t> (<uint64_t> node.run.start << 32 | node.run.length)
             copy.block = <EntryBlock*> <size_t> (node.block != NULL)
-            if not is_home_known(t, node):
-                copy.only = NOBODY
             tokens[0] += node.run.length
             if node.block != NULL:
                 blocks[0] += 8 + <int64_t> node.block.count * 12
         memcpy(at, &copy, sizeof(Node))
         at += sizeof(Node)
     return at
-
-
-cdef bint is_home_known(Tree* t, Node* node) noexcept nogil:
-    """Whether the last to cache a node that nobody caches is still a worker. Keys of those that have left are not
-    written: a worker that joins later may get the same."""
-    cdef uint32_t key = worker_of(node.only), worker = index_of(key)
-    return end_of(node.only) > 0 or worker < t.worker_end and t.workers[worker].key == key
 
 
 cdef char* put_free(Tree* t, Slab* slab, uint64_t kind, char* at) noexcept nogil:
@@ -255,7 +255,7 @@ cdef int read_tree(Reader r, RadixTree tree) except -1:
 cdef int read_workers(Reader r, Tree* t, TreeHead* head) except -1:
     """Rows of workers, as many as there were, at most some megabytes."""
     cdef WorkerRow row
-    cdef uint32_t i
+    cdef uint32_t i, epoch
     if head.worker_room > <uint32_t> WORKER_ROWS_MAX or head.worker_end > min(head.worker_room, <uint32_t> 65536):
         refuse(b"more workers than there may be")
     if head.worker_room:
@@ -276,6 +276,11 @@ cdef int read_workers(Reader r, Tree* t, TreeHead* head) except -1:
         t.worker_end = i + 1
         if row.capacity == 0:
             t.workers[i].recency.oldest = t.workers[i].recency.newest = NONE
+    for i in range(head.worker_end, rows_with_keys(head.worker_room)):
+        r.copy(&epoch, sizeof(epoch))
+        if epoch > <uint32_t> EPOCH_MAX:
+            refuse(b"a capacity or an epoch is out of its range")
+        t.workers[i].key = epoch << INDEX_BITS | i
     if t.worker_end and t.workers[t.worker_end - 1].capacity == 0:
         refuse(b"its last row of a worker is free")
     return 0

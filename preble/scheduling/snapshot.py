@@ -35,7 +35,7 @@ from .rebalancer import Rebalancer, counts_of
 
 T = TypeVar("T")
 MAGIC = b"preble\x1a\n"
-VERSION = 6
+VERSION = 7
 HEADER = struct.Struct("<8sIIQ")
 ELAPSED_SECONDS_MAX = 1e9  # that may pass between a snapshot and its restoration
 

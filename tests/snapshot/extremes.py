@@ -106,10 +106,11 @@ def places(data: bytes, start: int) -> Iterator[int]:
     (free items, the lists of them, zeros) a few. Behind the leases, where texts lie between, each byte."""
     node_bytes, mark_bytes, lease_bytes, row_bytes, *_ = layout()
     head = struct.unpack_from("<QQqq10I", data, start)
-    nodes, marks, free_nodes, free_marks, table, draining, _, _, rows = head[4:13]
+    nodes, marks, free_nodes, free_marks, table, draining, _, room, rows = head[4:13]
     at = start + 88
-    yield from range(start, at + 24 * rows, 4)
-    at += 24 * rows
+    epochs = at + 24 * rows
+    yield from range(start, epochs + 4 * (room - rows), 4)
+    at = epochs + 4 * (room - rows)
     yield from items(data, at, nodes * 1024, node_bytes, 60)
     at += nodes * 1024 * node_bytes
     yield from few(at, free_nodes)
