@@ -174,4 +174,5 @@ cdef class LoadTracker:
     cdef void find_oldest(self) noexcept nogil
     cdef void join_alike(self, uint32_t worker) noexcept
     cdef void leave_alike(self, uint32_t worker) noexcept
+    cdef check_alike(self)
     cdef tuple ring_sums(self, uint32_t worker)

@@ -836,7 +836,7 @@ cdef class LoadTracker:
         assert outstanding == tuple([sum(each.values()) for each in (waiting_ns, live, prompts)]), "fleet outstanding"
         self.check_alike()
 
-    def check_alike(self) -> None:
+    cdef check_alike(self):
         """Assert that workers have one number if and only if they have one cost model."""
         cdef uint32_t i
         numbers = {}

@@ -125,7 +125,8 @@ def test_five_hundred_workers_join_and_leave_while_requests_run() -> None:
     assert len(moved["moves"]) == 64 and set(moved["leaving"]) <= set(storm.there)
     half = len(sizes) // 2
     assert max(sizes[half:]) <= 1.2 * max(sizes[:half]), f"it grows: {sizes}"
-    assert sizes[-1] - sizes[half] < (sizes[half] - sizes[0]) / 2, f"it does not level off: {sizes}"
+    last = min(sizes[-2:])  # a table of children that is moved to another size is there twice for a moment
+    assert last - sizes[half] < (sizes[half] - sizes[0]) / 2, f"it does not level off: {sizes}"
     assert max(resident[half:]) - resident[half] <= 4 << 20, resident
     for request in list(storm.live):
         assert sched.finish(request)
