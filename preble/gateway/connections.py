@@ -10,8 +10,10 @@ A connection waits for one thing at a time, each with its own time:
     the next request              uvicorn's keep-alive
 
 At its bounds: a head, or the fields after a chunked body, over `head_bytes` or `fields_max`, 431; over `open_max`
-connections, or `open_of_address_max` of one address, 503. A request that comes before the one before it is answered is
-not read, and the connection ends with that answer: its client may send it again. All are counted, by `Why`.
+connections, or `open_of_address_max` of one address, 503. After any such answer but 503 what still comes is read and
+thrown away until the client hangs up, `linger_seconds` at most; not over TLS. A request that comes before the one
+before it is answered is not read, and the connection ends with that answer: its client may send it again. All are
+counted, by `Why`.
 """
 
 from __future__ import annotations
@@ -120,6 +122,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._has_head = False
         self._offers_upgrade = False
         self._is_deaf = False  # what else comes is thrown away
+        self._is_ending = False  # nothing more is written
         self._head_bytes = self._fields = self._loose_bytes = 0
         self._waiting: asyncio.TimerHandle | None = None  # for bytes of the client
         self._waiting_for: Why = "slow_head"
@@ -351,7 +354,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         """It has read."""
         super().resume_writing()
-        if not self.transport.is_closing():
+        if not (self._is_ending or self.transport.is_closing()):
             self._stop_unread()
         if self._on_read is not None:
             self._on_read()
@@ -369,8 +372,18 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.message_event.set()
         if not (self._is_answering and self.cycle.response_started):
             self.transport.write(_answer(refused.error))
-        self.transport.close()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Write nothing more, and read until the client hangs up, too: where a connection is closed while bytes still
+        come it is reset, and its client may not see the answer. One that is not counted is closed at once."""
+        self._is_ending = True
         self._wait_until_read(self._limits.linger_seconds)
+        if self._is_counted and self.transport.can_write_eof():
+            self.flow.resume_reading()
+            self.transport.write_eof()
+        else:
+            self.transport.close()
 
     # --- times --------------------------------------------------------------------------------------------------------
 
@@ -408,7 +421,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _not_read(self) -> None:
         self._unread = None
-        self._connections.refuse("unread", self._address)
+        if not self._is_ending or self.transport.get_write_buffer_size():
+            self._connections.refuse("unread", self._address)
         self.transport.abort()
 
 
