@@ -124,8 +124,7 @@ cdef class Search:
         cdef Mark* mark
         if self.looked == 0:
             i = t.workers[self.worker].recency.newest
-        elif (mark_at(t, i).worker != t.workers[self.worker].key or mark_at(t, i).node != self.next_node
-                or not is_same_node(t, self.next_node, self.next_generation)):
+        elif not self.is_still_there(i):
             return False
         while i != NONE and self.looked < min(marks_end, <uint32_t> MARKS_MAX) and (
                 self.hot < min(hot_end, <uint32_t> HOT_MAX)):
@@ -140,6 +139,15 @@ cdef class Search:
         self.next_node = mark_at(t, i).node
         self.next_generation = generation(node_at(t, self.next_node))
         return True
+
+    cdef bint is_still_there(self, uint32_t i):
+        """Whether mark `i` is the worker's on the node it was on. Its node knows; a mark that was freed says so, too."""
+        cdef Tree* t = &self.core.tree.t
+        cdef Entry entry
+        if not is_same_node(t, self.next_node, self.next_generation):
+            return False
+        entry = find_entry(node_at(t, self.next_node), t.workers[self.worker].key)
+        return entry.end > 0 and entry.mark == i and mark_at(t, i).pins == 0
 
     cdef int note(self, Mark* mark) except -1:
         """Add a hot mark to the prefix that it is part of."""

@@ -6,13 +6,16 @@ Whole fleets under load are in `sim/test_fleet_scenarios.py`, random histories i
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from preble import AllBlocksCleared, GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec
+from preble import AllBlocksCleared, GlobalScheduler, ManualClock, PrefixEvicted, SchedulerConfig, WorkerSpec
+from preble import scheduler as module
 from preble._placement.prefix_handoff import hand_over, hot_prefixes
+from preble._radix import RadixTree
 from preble.errors import InvalidConfig, InvalidInput, UnknownWorker
 from preble.scheduling.membership import MOVES_KEPT, Handover
 from preble.scheduling.rebalance_planner import Plan
@@ -320,3 +323,29 @@ def test_the_moves_that_are_kept_are_bounded() -> None:
     assert len(handover.moves) == MOVES_KEPT + 6
     assert len(sched.stats()["membership"]["moves"]) == MOVES_KEPT
     assert sched.stats()["membership"]["moves"][-1]["prefix_tokens"] == handover.moves[-1].prefix_tokens
+
+
+class Interrupted(RadixTree):
+    """A tree in which something happens after a hold of its lock."""
+
+    then: Callable[[], object] | None = None
+
+    def __exit__(self, *why: object) -> None:
+        super().__exit__(*why)
+        then, self.then = self.then, None
+        if then is not None:
+            then()
+
+
+def test_a_search_for_hot_prefixes_ends_where_it_was_when_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next mark is evicted between two slices: what had been freed was read on, which could crash."""
+    monkeypatch.setattr(module, "RadixTree", Interrupted)
+    sched, clock = fleet("a")
+    for number in [number for number in range(140) for _ in range(2)]:
+        sched.finish(sched.schedule([number, *range(1000, 1020)]).request_id)
+    tree = sched.core.tree
+    assert isinstance(tree, Interrupted) and len(hot_prefixes(sched.core, 0, clock())) == 140
+    tree.then = lambda: [sched.apply("a", [PrefixEvicted([n, *range(1000, 1020)], 0)]) for n in range(14)]
+    found = hot_prefixes(sched.core, 0, clock())
+    assert sorted(prefix.head[0] for prefix in found) == list(range(12, 140)), "the first slice"
+    sched.check()

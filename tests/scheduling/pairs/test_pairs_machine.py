@@ -87,9 +87,9 @@ def act(
             )
         except preble.errors.NoWorkers:
             assert "b" not in there and not ("d" in there and {"p0", "p1"} & set(there))
-    elif step == "remove" and there:
-        gone = there[choice % len(there)]
-        assert sorted(scheduler.remove_worker(gone)) == sorted(model.gone(gone))
+    elif step == "remove":
+        for gone in there[choice % max(len(there), 1) :][:1]:
+            assert sorted(scheduler.remove_worker(gone)) == sorted(model.gone(gone))
     elif step == "add":
         new = [spec for spec in specs.values() if spec.id not in there]
         if new:
