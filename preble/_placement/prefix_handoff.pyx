@@ -141,7 +141,7 @@ cdef class Search:
         return True
 
     cdef bint is_still_there(self, uint32_t i):
-        """Whether mark `i` is the worker's on the node it was on. Its node knows; a mark that was freed says so, too."""
+        """Whether mark `i` is the worker's on the node it was on. Its node knows; one that was freed says so, too."""
         cdef Tree* t = &self.core.tree.t
         cdef Entry entry
         if not is_same_node(t, self.next_node, self.next_generation):
