@@ -42,9 +42,6 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 RAY := .venv-ray
 FREE := .venv-free
-NEED_MSGSPEC := tests/costs/test_places.py tests/kv_index/test_media.py tests/policies/test_sample_groups.py \
-	tests/scheduling/fits/test_robust_fit.py tests/scheduling/test_autoscaling.py tests/scheduling/test_calibration.py \
-	tests/scheduling/test_shadow.py  # their imports reach it
 FREE_PIP := $(FREE)/bin/python -m pip --disable-pip-version-check --quiet
 PYTHON_FREE_THREADED ?= $(shell command -v python3.14t || command -v python3.13t)
 RAY_PIP := $(RAY)/bin/python -m pip --disable-pip-version-check --quiet
@@ -68,13 +65,8 @@ ifeq ($(PYTHON_FREE_THREADED),)
 test-free-threaded:
 	@echo "left out: no CPython without its lock here; PYTHON_FREE_THREADED=path names one"
 else
-test-free-threaded: $(FREE)/built
-	$(FREE)/bin/python -c 'import sys; sys.exit("the lock is on: $(PYTHON_FREE_THREADED) is built with it" if sys._is_gil_enabled() else 0)'
-	@$(FREE)/bin/python -c 'import msgspec' || echo "no msgspec for this Python; left out: $(NEED_MSGSPEC)"
-	$(FREE)/bin/python -m pytest tests/core tests/costs tests/kv_index tests/policies tests/scheduling tests/snapshot \
-		tests/test_scheduler.py tests/test_scheduler_machine.py tests/stress/test_threads.py tests/stress/test_allocation.py \
-		$$($(FREE)/bin/python -c 'import msgspec' 2>/dev/null || echo $(NEED_MSGSPEC:%=--ignore=%)) $(ARGS)
-	$(FREE)/bin/python -m tests.stress.threads
+test-free-threaded: $(FREE)/installed
+	$(FREE)/bin/python -m tests.stress.free_threaded $(ARGS)
 endif
 
 test-live: $(VENV)/built
@@ -191,13 +183,12 @@ $(RAY)/built: pyproject.toml constraints.txt $(SOURCES)
 	@touch $@
 
 # What the core needs, and what runs its tests. msgspec refuses 3.13t, and later hypothesis needs Rust there.
-$(FREE)/built: constraints.txt $(SOURCES)
+$(FREE)/installed: constraints.txt
 	@echo "Installing what the core needs for $(PYTHON_FREE_THREADED) into $(FREE), once (about 3 minutes)"
 	$(PYTHON_FREE_THREADED) -m venv $(FREE)
 	$(FREE_PIP) install -c constraints.txt setuptools Cython wheel numpy msgpack pytest pytest-timeout
 	$(FREE_PIP) install "hypothesis<6.141"
 	-$(FREE_PIP) install -c constraints.txt msgspec
-	$(FREE)/bin/python setup.py --quiet build_ext --inplace
 	@touch $@
 
 # The stamps make a second call fast: a step runs again only if what it was made from is newer.

@@ -28,7 +28,8 @@ OURS = ("preble serve", "preble workers")
 LOADS = (0.95, 0.8, 0.5)
 DRAWS = 4000
 SAMPLES_MIN = 3  # repetitions that an interval needs
-BEHIND = 1.05  # as far as an arm may be ahead in mean TTFT
+BEHIND = 1.05  # as far as an arm may be ahead
+TTFT, LATENCY = "mean_ttft_seconds", "mean_latency_seconds"
 BARS = {"round robin": 2.5, **dict.fromkeys(GATEWAYS, 1.2)}  # times the mean TTFT of ours, at 0.95, in these traffics:
 BAR_LOAD, BAR_TRAFFICS = 0.95, ("documents", "agents", "coding agents")
 MISSING = "missing"
@@ -67,9 +68,8 @@ def runs_of(runs: dict[tuple[Any, ...], Found], engine: str, traffic: str, load:
     return {place[3]: run for place, run in sorted(runs.items()) if place[:3] == wanted and place[4] == arm}
 
 
-def ratios(others: dict[int, Found], mine: dict[int, Found]) -> list[float]:
-    """Another's mean TTFT over ours, in each repetition that both have answered."""
-    name = "mean_ttft_seconds"
+def ratios(others: dict[int, Found], mine: dict[int, Found], name: str = TTFT) -> list[float]:
+    """Another's mean TTFT, or what is named, over ours, in each repetition that both have answered."""
     both = [number for number in others if number in mine and name in others[number] and name in mine[number]]
     return [others[number][name] / mine[number][name] for number in both]
 
@@ -169,6 +169,37 @@ def verdict(ratio: tuple[float, float, float], bar: float, samples: int) -> Iter
     elif middle < bar:
         sure = "the interval reaches it" if not math.isinf(high) and high >= bar else counted_repetitions(samples)
         yield f"short of {bar:g} times: its mean TTFT is {shown(ratio)} times ours ({sure})"
+
+
+def latency_losses(runs: dict[tuple[Any, ...], Found]) -> Iterator[str]:
+    """Where the mean latency of one of ours is behind that of the best other arm."""
+    for engine, traffic, load in traffics(runs):
+        for mine in OURS:
+            found = best_other(runs, engine, traffic, load, mine, LATENCY)
+            if found is not None and found[1][0] < 1 / BEHIND:
+                best, ratio, count = found
+                of = f", of {counted_repetitions(count)}" if math.isinf(ratio[2]) else ""
+                yield f"{engine}, {traffic} at {load:g}: {mine} against {best}{of}: {shown(ratio)} times ours"
+
+
+def best_other(
+    runs: dict[tuple[Any, ...], Found], engine: str, traffic: str, load: float, mine: str, name: str
+) -> tuple[str, tuple[float, float, float], int] | None:
+    """(arm, its mean over that of one of ours, repetitions) of the best other arm; None where none was compared."""
+    own = runs_of(runs, engine, traffic, load, mine)
+    found = {
+        arm: (arm, bootstrapped(samples), len(samples))
+        for arm in ARMS
+        if arm not in OURS and (samples := ratios(runs_of(runs, engine, traffic, load, arm), own, name))
+    }
+    return min(found.values(), key=lambda one: one[1][0], default=None)
+
+
+def behind(runs: dict[tuple[Any, ...], Found], mine: str, name: str) -> tuple[int, int]:
+    """(in how many of the places that were compared one of ours is behind the best other arm, how many those are)."""
+    places = [best_other(runs, *place, mine, name) for place in traffics(runs)]
+    compared = [found[1][0] for found in places if found is not None]
+    return sum(ratio < 1 / BEHIND for ratio in compared), len(compared)
 
 
 def counted_repetitions(count: int) -> str:
@@ -300,9 +331,11 @@ def page(kept: Sequence[Found], device: str = "cpu") -> str:
         return "No run is kept."
     compared = any(place[4] in OURS for place in runs)
     none = "None in what was measured." if compared else "Not known: no arm of ours was run."
-    behind = "\n".join(f"- {loss}" for loss in losses(runs)) or none
+    lost = "\n".join(f"- {loss}" for loss in losses(runs)) or none
+    late = "\n".join(f"- {loss}" for loss in latency_losses(runs)) or none
     lacking = "\n".join(f"- {one}" for one in not_measured(runs, device)) or "Nothing."
-    parts = ["**Losses.**", behind, "**What is asked.** " + ASKED, markdown(BAR_COLUMNS, list(bars(runs)))]
+    parts = ["**Losses.**", lost, "**Losses of mean latency**, against the best other arm.", late]
+    parts += ["**What is asked.** " + ASKED, markdown(BAR_COLUMNS, list(bars(runs)))]
     parts += ["**At a glance.**", glance(runs), PICTURE % PICTURES[device]]
     parts += ["**Not measured yet.**", lacking, saturations(kept)]
     return "\n\n".join(part for part in [*parts, *tables(kept)] if part)

@@ -192,6 +192,8 @@ def example(result: Found) -> str:
             "tenth of the time, in which caches are still cold; what was seen does not:",
             "",
             claims(result["runs"]),
+            "",
+            missed(result["runs"]),
         ]
     )
 
@@ -232,11 +234,28 @@ def claims(runs: Sequence[Found]) -> str:
     return markdown(heads, rows)
 
 
+def missed(runs: Sequence[Found]) -> str:
+    """How often what was seen lay outside the interval that was claimed."""
+    better = sum(run["seen_ratio"] < run["claimed_low"] for run in runs)
+    worse = sum(run["seen_ratio"] > run["claimed_high"] for run in runs)
+    more = sorted(run["seen_computed_ratio"] / run["claimed_computed_ratio"] for run in runs)
+    return "\n".join(
+        textwrap.wrap(
+            f"**What was seen lay outside the interval in {better + worse} of {len(runs)} runs, better in {better} and "
+            f"worse in {worse}**, and {more[0]:.1f} to {more[-1]:.1f} times as many tokens were computed as claimed. "
+            "An interval is the spread of what was recorded, not a forecast of the minutes that follow.",
+            WIDTH,
+        )
+    )
+
+
 def opening(result: Found) -> str:
     """The same for README, which opens with it."""
     facts = result["facts"]
     seen = [run["seen_ratio"] for run in result["runs"]]
-    more = f"In {len(seen)} such runs E2 took {min(seen):.2f} to {max(seen):.2f} of round robin's time."
+    outside = sum(not run["claimed_low"] <= run["seen_ratio"] <= run["claimed_high"] for run in result["runs"])
+    more = f"In {len(seen)} such runs E2 took {min(seen):.2f} to {max(seen):.2f} of round robin's time, in {outside} of"
+    more += " them outside the interval that was printed, which is only the spread of the recording."
     where = f"Two SGLang servers, 18 documents, commit {facts['commit'][:10]}, {facts['machine']}"
     told = told_of(result["runs"][-1]).replace("\n", " ")
     return "\n".join([*said_of(result), "", *textwrap.wrap(f"{told} {more} {where} ([all](docs/audit.md)).", WIDTH)])

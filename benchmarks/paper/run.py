@@ -47,13 +47,14 @@ EXPERIMENTS: dict[str, ModuleType] = {
 }
 INTRODUCTION = """
     What E2 is worth in simulation, and where it loses: a contest with the rules of other routers, and the paper's
-    experiments. Made by `make paper`{how}; its tables and pictures are made by it from the simulations, only the
-    explanations are written. The simulator runs the real schedulers ([simulator.md](simulator.md)); the engines'
-    times are the paper authors' regressions of real GPUs. Simulations say how policies compare on these engines;
-    they are not measurements of GPUs. Crosses in the figures and what is called "published" are the authors' own
-    measurements, read off their pictures (`benchmarks/paper/published.py`).
+    experiments. Made by `make paper`{how}, commit {commit}; its tables and pictures are made by it from the
+    simulations, only the explanations are written. The simulator runs the real schedulers
+    ([simulator.md](simulator.md)); the engines' times are the paper authors' regressions of real GPUs. Simulations
+    say how policies compare on these engines; they are not measurements of GPUs. Crosses in the figures and what is
+    called "published" are the authors' own measurements, read off their pictures (`benchmarks/paper/published.py`).
 
-    Seed 0 where nothing else is said. How long a decision takes stands in [benchmarks.md](benchmarks.md).
+    Seed 0 where nothing else is said. `python -m benchmarks.paper.run --only figure8` repeats one experiment, `make
+    paper` all of them, some hours on two cores. How long a decision takes stands in [benchmarks.md](benchmarks.md).
 """
 
 
@@ -65,7 +66,7 @@ def main(arguments: list[str]) -> int:
     wanted = args.only or list(EXPERIMENTS)
     found = {name: gathered(name, args.quick, Path(args.store)) for name in wanted}
     how = " (here: `make paper-quick`, a tenth of the requests)" if args.quick else ""
-    parts = ["# Results", "", prose(INTRODUCTION.format(how=how))]
+    parts = ["# Results", "", prose(INTRODUCTION.format(how=how, commit=commit()))]
     for name in wanted:
         EXPERIMENTS[name].draw(found[name], out / "figures")
         parts.append(EXPERIMENTS[name].section(found[name]))

@@ -57,4 +57,5 @@ def test_the_contest_is_read_off_the_page_of_results() -> None:
     )
     assert readme.contest(page) == {
         "rivals": 2, "round_robin": 6.0, "rival": 1.2, "cells": 40, "worse": 7, "better": 6,
+        "worse_p99": 5, "better_p99": 0,
     }  # fmt: skip

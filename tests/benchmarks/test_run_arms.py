@@ -20,7 +20,17 @@ import numpy as np
 import pytest
 from aiohttp import ClientSession, web
 
-from benchmarks.live import arm_fleet, arm_noise, arm_plot, arm_report, arm_traffic, core_speed, engine_fleet, run_arms
+from benchmarks.live import (
+    arm_fleet,
+    arm_noise,
+    arm_plot,
+    arm_report,
+    arm_traffic,
+    core_speed,
+    engine_fleet,
+    run_arms,
+    run_audit,
+)
 from benchmarks.live.engine_load import Outcome, Progress, Request
 from tests.support.transport import asynchronous
 
@@ -643,6 +653,25 @@ def test_losses_come_first_and_what_lacks_is_told() -> None:
     assert "partition" not in losses.replace("fixed partition", "") and page.startswith("**Losses.**")
     assert "| sglang-router | missing |" in page and "| preble workers | missing |" in page
     assert "- sglang, documents, at 0.8, 0.5" in page and "- vllm, agents, at 0.95, 0.8, 0.5" in page
+
+
+def test_losses_of_latency_stand_beside_those_of_ttft_and_are_counted() -> None:
+    kept = [run_of("preble serve", 1, 1.0, mean_latency_seconds=3.0)]
+    kept += [run_of("partition", 1, 2.0, mean_latency_seconds=2.0), run_of("smg", 1, 4.0, mean_latency_seconds=2.5)]
+    page = arm_report.page(kept)
+    late = page[page.index("**Losses of mean latency**") : page.index("**What is asked.**")]
+    assert "documents with tiny at 0.95: preble serve against partition, of 1 repetition: 0.67 times ours" in late
+    assert "smg" not in late
+    runs = arm_report.counted(kept)
+    assert arm_report.behind(runs, "preble serve", arm_report.LATENCY) == (1, 1)
+    assert arm_report.behind(runs, "preble serve", arm_report.TTFT) == (0, 1)
+    assert arm_report.behind(runs, "preble workers", arm_report.TTFT) == (0, 0)
+
+
+def test_how_often_an_audit_s_claim_was_missed_is_counted() -> None:
+    run = {"claimed_low": 0.4, "claimed_high": 0.6, "claimed_computed_ratio": 0.2, "seen_computed_ratio": 0.3}
+    text = run_audit.missed([{**run, "seen_ratio": ratio} for ratio in (0.3, 0.5, 0.7, 0.8)])
+    assert "outside the interval in 3 of 4 runs, better in 1 and worse in 2**" in text.replace("\n", " ")
 
 
 def test_where_none_of_ours_was_run_no_loss_is_claimed_or_denied() -> None:

@@ -21,7 +21,10 @@ OF_THE_PROCESS = "process_"  # prometheus_client's own, not ours to describe
 
 async def _found() -> list[Any]:
     """Every family of a gateway that has just been made."""
-    metrics, router = Metrics(time.monotonic), Router([], scheduler=GlobalScheduler(["a"]))
+    metrics, router = (
+        Metrics(time.monotonic),
+        Router([], scheduler=GlobalScheduler(["a", "b"])),
+    )  # one alone has no gauge of what it costs to lose it
     await router.start(min_workers=0)
     try:
         gateway = Gateway(router, None, GatewayConfig(), metrics)
