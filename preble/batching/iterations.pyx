@@ -92,7 +92,7 @@ cdef class IterationCore:
         else:
             self.drop_in_flight(live)
             self.stop_running(live, CUT_SHORT, at)
-            self._waiting.charge_output(live)
+            self._waiting.charge_output(live, live.output_count)
         del self._live[request_id]
         self.cancelled += 1
         return True
@@ -168,6 +168,8 @@ cdef class IterationCore:
         self.admit(batch, budget, now, NOBODY)
         if resting and not batch.lives:          # what rests has the memory that the others lack
             self.schedule_decodes(batch, now, False)
+            if not batch.lives:                  # and was preempted: the others have it now
+                self.schedule_prefills(batch, self.token_budget, prefills_in(self._running), now)
         return 0
 
     cdef bint rests(self):
@@ -457,7 +459,7 @@ cdef class IterationCore:
     cdef int end(self, LiveRequest live, double now) except -1:
         """A request has its last token."""
         self.stop_running(live, ending_of(live), now)
-        self._waiting.charge_output(live)
+        self._waiting.charge_output(live, live.output_count)
         del self._live[live.request.request_id]
         self.finished += 1
         return 0

@@ -311,15 +311,15 @@ cdef class WaitingQueue:
 
     # --- tenants ------------------------------------------------------------------------------------------------------
 
-    def charge_output(self, LiveRequest live not None) -> None:
-        """A request ends: its tenant pays for its output."""
+    def charge_output(self, LiveRequest live not None, int64_t output_tokens) -> None:
+        """A request ends: its tenant pays for its output, even if the request is ended early."""
         claim = live.claim
         if claim is not None:
-            tokens = OUTPUT_COST * live.output_count
+            tokens = OUTPUT_COST * output_tokens
             self.shares[claim.priority == BATCH].correct(claim.tenant, tokens / claim.weight)
             self.open = ()
         elif self.is_shared():
-            self.shares[False].correct("", OUTPUT_COST * live.output_count)
+            self.shares[False].correct("", OUTPUT_COST * output_tokens)
             self.open = ()
 
     cdef int charge_prompt(self, LiveRequest found) except -1:

@@ -168,6 +168,9 @@ def make_plan(args: argparse.Namespace) -> UpPlan:
         raise InvalidConfig(f"--concurrency must be positive, got {args.concurrency}")
     if not args.status_seconds >= 0.0:
         raise InvalidConfig(f"--status-seconds must not be negative, got {args.status_seconds}")
+    for name, usual in up_ray.ONLY_HERE.items():
+        if getattr(args, name) != usual:
+            raise InvalidConfig(f"--{name.replace('_', '-')} needs --on ray")
     resolve(args.policy)  # before any worker starts
     binds = tuple(_binds(args.host or "127.0.0.1", args.port, number) for number in range(args.workers))
     for bind, _ in binds:

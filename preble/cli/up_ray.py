@@ -31,6 +31,7 @@ from .prompt_lines import PromptService, RunTasks, log_status, request_counts
 logger = logging.getLogger("preble.up")
 
 _NOT_HERE = {"devices": None, "port": 0, "log_dir": None}  # options that say something of this machine
+ONLY_HERE = {"ray_address": "auto", "gpus_per_worker": 0.0, "cpus_per_worker": 1.0, "max_workers": None}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -119,6 +119,7 @@ class Admission:
         self._queue = WaitingQueue(config.queue_config(), self._estimate)
         self._waiting: dict[str, tuple[LiveRequest, GenerationRequest]] = {}
         self._inside: dict[str, int] = {}  # tokens to compute until the first output, 0 from then on
+        self._lives: dict[str, LiveRequest] = {}  # of those inside: who pays for the output
         self._number = 0
         self._silent: set[str] = set()  # inside, without output
         self._silent_tokens = 0
@@ -161,6 +162,7 @@ class Admission:
         if live is None or not has_room:
             return None
         _, request = self._waiting.pop(live.request.request_id)
+        self._lives[request.request_id] = live
         rank, missed = self._placed(request, live.request.max_new_tokens)
         self._estimate.version += 1
         self._inside[request.request_id] = missed
@@ -206,16 +208,20 @@ class Admission:
             self._leave_silence(request_id)
             self.scheduler.first_token(request_id, cached_tokens=cached_tokens)
 
-    def ended(self, request_id: str, output_tokens: int | None, cached_tokens: int | None = None) -> None:
-        """The engine is done with a request; `output_tokens` None if it failed or was aborted. Ignores unknown ids."""
+    def ended(
+        self, request_id: str, output_tokens: int, cached_tokens: int | None = None, *, ended_well: bool = True
+    ) -> None:
+        """The engine is done with a request after so many output tokens, for which its tenant pays; not `ended_well` if
+        it failed or was aborted. Ignores unknown ids."""
         if request_id not in self._inside:
             return
         if request_id in self._silent:
             self._leave_silence(request_id)
         del self._inside[request_id]
+        self._queue.charge_output(self._lives.pop(request_id), output_tokens)
         if request_id in self._unbooked:
             self._unbooked.remove(request_id)
-        elif output_tokens is None:
+        elif not ended_well:
             self.scheduler.cancel(request_id)
         else:
             self.scheduler.finish(request_id, output_tokens=output_tokens, cached_tokens=cached_tokens)
@@ -285,6 +291,7 @@ class Admission:
         self.scheduler.check()
         assert len(self._queue) == len(self._waiting), "queue and table list different requests"
         assert self._silent <= set(self._inside), "a silent request is not inside"
+        assert self._lives.keys() == self._inside.keys(), "who is inside, and who pays for that, differ"
         tokens = sum(self._inside.values())
         assert tokens == self._silent_tokens, f"{tokens} tokens are to be computed, the sum says {self._silent_tokens}"
         booked, inside = self.scheduler.stats()["live_requests"], len(self._inside) - len(self._unbooked)

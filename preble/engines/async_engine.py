@@ -349,7 +349,7 @@ class StreamingEngine:
         """A request is no longer in the engine."""
         del self._streams[stream.id]
         ended_well = stream.finish_reason not in ("error", "invalid", "abort")
-        self.admission.ended(stream.id, stream.produced if ended_well else None, stream.cached_tokens)
+        self.admission.ended(stream.id, stream.produced, stream.cached_tokens, ended_well=ended_well)
 
     def _end_job(self, job: EngineJob, task: asyncio.Task[None]) -> None:
         """The engine says no more of a request."""

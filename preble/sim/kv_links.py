@@ -141,26 +141,35 @@ class SimLinks:
             self._end(moving, 0, 0)
             return
         target, tokens = moving.held.target, moving.held.request.token_ids[: moving.tokens]
-        seconds = len(tokens) * self._link.token_bytes * self._link.copy_byte_seconds
-        target.take_over(tokens, seconds, lambda known, cached: self._end(moving, known, cached))
+        token_seconds = self._link.token_bytes * self._link.copy_byte_seconds
+        target.take_over(tokens, token_seconds, lambda known, cached: self._end(moving, known, cached))
 
     def _end(self, moving: _Moving, known_tokens: int, cached_tokens: int) -> None:
         """It is over: `cached_tokens` are there, `known_tokens` of which were before."""
         held, cost = moving.held, moving.cost
-        del self._leaders[held.target.name][moving.number]
-        if self._held.pop(held.request.request_id, None) is held:
+        self._leaders.get(held.target.name, {}).pop(moving.number, None)  # forgotten, if its worker has died
+        if self._held.get(held.request.request_id) is held:
+            del self._held[held.request.request_id]
             moved = max(cached_tokens - known_tokens, 0)
             copied = moved * self._link.token_bytes * self._link.copy_byte_seconds
             seconds = self._timeline.now - held.asked_at
             transfer = Transfer(cost.moved_tokens, moved, moved * self._link.token_bytes, seconds, copied, copied)
             held.scheduler.pull_ended(held.request.request_id, cached_tokens, cost.source, transfer)
             self._timeline.at(self._timeline.now, _call, held.submit)
-        self._let_go(self._followers[held.target.name].ended(moving.number), cached_tokens)
+        if (followers := self._followers.get(held.target.name)) is not None:
+            self._let_go(followers.ended(moving.number), cached_tokens)
+
+    def forget(self, worker: str) -> None:
+        """A worker's death is noticed: nobody waits there any more. Whoever did is placed anew by others."""
+        self._leaders.pop(worker, None)
+        self._followers.pop(worker, None)
+        for request_id in [name for name, held in self._held.items() if held.target.name == worker]:
+            del self._held[request_id]
 
     def _expire(self, worker: str) -> None:
-        followers = self._followers[worker]
-        self._let_go(followers.expired(self._timeline.now), 0)
-        self._look_again(worker)
+        if (followers := self._followers.get(worker)) is not None:
+            self._let_go(followers.expired(self._timeline.now), 0)
+            self._look_again(worker)
 
     def _look_again(self, worker: str) -> None:
         """When the next of those who wait has waited long enough."""

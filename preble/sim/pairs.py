@@ -120,10 +120,11 @@ class SimPairs:
             self.lost += 1
             self._go_on(pair)
             return
-        copied = missing * self._link.token_bytes * self._link.copy_byte_seconds
+        token_seconds = self._link.token_bytes * self._link.copy_byte_seconds
+        copied = missing * token_seconds
         pair.prefills.hold_up(copied)
         pair.decodes.take_over(
-            pair.tokens, copied, lambda known, cached: self._took(pair, missing, cached - known, copied)
+            pair.tokens, token_seconds, lambda known, cached: self._took(pair, missing, cached - known, copied)
         )
 
     def _took(self, pair: _Pair, wanted: int, moved: int, copied: float) -> None:

@@ -439,6 +439,8 @@ class Simulation:
     def _notice_death(self, worker: SimWorker) -> None:
         """Forget a dead worker; its requests go elsewhere, in the order in which they arrived."""
         del self._workers[worker.name]
+        if self._links is not None:
+            self._links.forget(worker.name)
         for scheduler in self.routers.schedulers:
             scheduler.remove_worker(worker.name)
         self._count_emitted(worker)

@@ -24,6 +24,7 @@ cdef class SimWorkerCore:
     cdef bint running, dead
     cdef dict left               # output tokens of its requests when it died
     cdef double held_seconds     # by which the next iteration ends later
+    cdef double idle_from        # until when one that idles stands still
     cdef list taken_over         # KV that waits for the end of an iteration: (tokens, seconds, what is done then)
     # Iterations that are alike, if any: how many are to end, when each does, when the first of them begins, the event
     # of the last end, and as which of all events each would have been planned.

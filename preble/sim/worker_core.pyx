@@ -2,7 +2,7 @@
 iteration that runs, and the stretch of those that are alike; `worker.py` says what these are.
 """
 
-from libc.math cimport fmin
+from libc.math cimport fmax, fmin
 from libc.stdint cimport int64_t
 
 from preble.batching._batch cimport Batch
@@ -55,20 +55,25 @@ cdef class SimWorkerCore:
         return 0 if self.dead else self.engine.scheduler.cached_tokens(token_ids)
 
     def hold_up(self, double seconds) -> None:
-        """The engine stands still for so long before its next iteration; one that idles has the time."""
-        if self.running and not self.dead and seconds > 0.0:
-            if self.stretch:
-                self.cut()
+        """The engine stands still for so long before its next iteration; one that idles, from now on."""
+        if self.dead or seconds <= 0.0:
+            return
+        if self.stretch:
+            self.cut()
+        if self.running:
             self.held_seconds += seconds
+        else:
+            self.idle_from = fmax(self.idle_from, self.timeline.now) + seconds
 
-    def take_over(self, token_ids, double seconds, done) -> None:
-        """Cache tokens by KV of another worker before the next iteration, for which the engine stands still; then call
-        `done` with how many of them were cached before, and are now. A dead one never does."""
+    def take_over(self, token_ids, double token_seconds, done) -> None:
+        """Cache tokens by KV of another worker before the next iteration, for which the engine stands still, so long
+        for each that was not cached; then call `done` with how many of them were cached before, and are now. A dead
+        one never does."""
         if self.dead:
             return
         if self.stretch:
             self.cut()
-        self.taken_over.append((token_ids, seconds, done))
+        self.taken_over.append((token_ids, token_seconds, done))
         if not self.running:
             self.begin()
 
@@ -123,6 +128,7 @@ cdef class SimWorkerCore:
         cdef Batch batch
         if self.taken_over:
             self.take_over_waiting()
+        self.held_seconds += fmax(self.idle_from - self.timeline.now, 0.0)
         steps = self.scheduler.steady()
         if steps >= self.stretch_min and not self.held_seconds:
             return self.begin_stretch(min(steps, <int64_t> STRETCH_MAX))
@@ -135,16 +141,17 @@ cdef class SimWorkerCore:
             self.end_seconds = self.begun + seconds * self.slowness + self.held_seconds
             self.iterations_begun += 1
             self.timeline.at(self.end_seconds, self.on_end)
+        self.idle_from = 0.0 if self.running else self.timeline.now + self.held_seconds
         self.held_seconds = 0.0
         return 0
 
     cdef int take_over_waiting(self) except -1:
         waiting, self.taken_over = self.taken_over, []
-        for token_ids, seconds, done in waiting:
+        for token_ids, token_seconds, done in waiting:
             known = cached = self.cached_tokens(token_ids)
             if known < len(token_ids):
                 cached = self.engine.scheduler.adopt(token_ids, None, copied)
-                self.held_seconds += <double> seconds
+                self.held_seconds += <double> token_seconds * max(cached - known, 0)
             done(known, cached)
         return 0
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from ..local import LocalConfig
 
 ENGINES = ("torch", "sglang", "vllm", "attached", "simulated")
+# Options with a usual value, by the one engine that they are for: of others they say nothing.
+_USUAL = {"dtype": "auto", "device": "auto", "cost_model": "mistral-7b/a6000", "time_scale": 1.0}
+_ONLY_FOR = dict.fromkeys(("dtype", "device", "threads", "max_model_tokens"), "torch")
+_ONLY_FOR |= dict.fromkeys(("cost_model", "time_scale"), "simulated")
 _SIMULATED_KV_TOKENS = 200_000
 
 
@@ -55,16 +59,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-model-tokens", type=int, metavar="N", help="longest prompt + output (torch); default: the model's"
     )
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="numbers (torch)")
-    machine.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="device (torch)")
+    machine.add_argument(
+        "--dtype", default=_USUAL["dtype"], choices=("auto", "float32", "bfloat16"), help="numbers (torch)"
+    )
+    machine.add_argument("--device", default=_USUAL["device"], choices=("auto", "cpu", "cuda"), help="device (torch)")
     machine.add_argument("--threads", type=int, metavar="N", help="CPU threads of the model (torch)")
     machine.add_argument("--cpu", type=int, metavar="N", help="pin this process to one CPU core")
     simulation = parser.add_argument_group("simulation")
     simulation.add_argument(
-        "--cost-model", default="mistral-7b/a6000", metavar="PRESET", help="or FILE.json: step times"
+        "--cost-model", default=_USUAL["cost_model"], metavar="PRESET", help="or FILE.json: step times"
     )
     simulation.add_argument(
-        "--time-scale", type=float, default=1.0, help="seconds slept per simulated second (%(default)s); 0: none"
+        "--time-scale",
+        type=float,
+        default=_USUAL["time_scale"],
+        help="seconds slept per simulated second (%(default)s); 0: none",
     )
 
 
@@ -72,6 +81,9 @@ def make_engine(args: argparse.Namespace) -> Engine:
     """The engine that the options ask for. Raises `InvalidConfig`, `EngineError` or `MissingExtra`."""
     if args.url and args.engine != "attached":
         raise InvalidConfig(f"--url is for --engine attached, not {args.engine}")
+    for name, engine in _ONLY_FOR.items():
+        if getattr(args, name) != _USUAL.get(name) and args.engine != engine:
+            raise InvalidConfig(f"{_flag(name)} is for --engine {engine}, not {args.engine}")
     if args.engine in ("sglang", "vllm"):
         return _streaming_engine(args)
     if args.engine_arg:
@@ -149,7 +161,7 @@ def _attached_engine(args: argparse.Namespace) -> Engine:
 
 
 def _refuse_own_settings(args: argparse.Namespace) -> None:
-    for name in ("kv_capacity_tokens", "token_budget", "max_running", "eviction", "max_model_tokens", "threads"):
+    for name in ("kv_capacity_tokens", "token_budget", "max_running", "eviction"):
         if getattr(args, name) is not None:
             raise InvalidConfig(f"{_flag(name)} is not for --engine {args.engine}: the engine's own arguments say it")
 

@@ -21,8 +21,8 @@ JOB = Claim("jobs", priority=BATCH)
 class Worker:
     """A local scheduler with planned answers, and what each iteration computed."""
 
-    def __init__(self, capacity: int = 4000, **config: Any) -> None:
-        self.scheduler = LocalScheduler(LocalConfig(capacity, token_budget=BUDGET, **config), clock=ManualClock())
+    def __init__(self, capacity: int = 4000, budget: int = BUDGET, **config: Any) -> None:
+        self.scheduler = LocalScheduler(LocalConfig(capacity, token_budget=budget, **config), clock=ManualClock())
         self.firsts: list[str] = []
         self.ended: list[str] = []
 
@@ -97,6 +97,19 @@ def test_what_rests_gives_way_where_it_has_the_memory_that_others_lack() -> None
     while "asks" not in worker.ended or "job" not in worker.ended:
         chunks, decoded = worker.step()
         assert chunks or decoded
+
+
+def test_what_was_preempted_leaves_its_memory_to_the_prefill_in_the_same_iteration() -> None:
+    """The only one that decoded was batch work and the newest: without it the iteration was empty, and the engine's
+    thread ended."""
+    worker = Worker(capacity=83, budget=4, max_running=8)
+    worker.add("asks", 80, output=1)
+    worker.step()
+    worker.add("job", 2, output=20, claim=JOB)
+    while "asks" not in worker.ended or "job" not in worker.ended:
+        chunks, decoded = worker.step()
+        assert chunks or decoded
+    assert worker.scheduler.stats()["preempted"] == 1
 
 
 def test_who_goes_before_leaves_batch_work_the_memory_that_it_needs() -> None:

@@ -101,7 +101,7 @@ def test_outputs_are_paid_for_when_they_have_ended():
         if tenant_of(live) == "talks":
             live.make_buffers()
             live.known_tokens += 25
-            bench.queue.charge_output(live)
+            bench.queue.charge_output(live, live.output_count)
             live.known_tokens -= 25
     assert OUTPUT_COST * 25 == 200  # twice the prompt: three parts to one
     assert 2.0 < taken["asks"] / taken["talks"] < 4.0

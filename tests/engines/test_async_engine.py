@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preble import ManualClock, Policy, SamplingParams
+from preble.batching.waiting_queue import OUTPUT_COST
 from preble.engines.admission import Admission, AdmissionConfig
 from preble.engines.async_engine import BackendInfo, StreamingEngine
 from preble.engines.async_requests import EngineJob, Stream, StreamCounters, StreamPart
@@ -27,7 +28,7 @@ from preble.engines.event_buffer import EventRelay, EventSink
 from preble.engines.kv_event_listener import RankListener
 from preble.errors import DuplicateRequest, EngineError, InvalidConfig, InvalidInput, QueueFull
 from preble.transport.namespaces import salt_of
-from preble.types import AllBlocksCleared, BlockRemoved, BlockStored, TokenLogprob
+from preble.types import AllBlocksCleared, BlockRemoved, BlockStored, Claim, TokenLogprob
 from preble.worker.engine_thread import EngineThread
 
 HANG_SECONDS = 20.0
@@ -635,6 +636,28 @@ def test_a_policy_that_fails_ends_no_worker(caplog: pytest.LogCaptureFixture) ->
         queue.ended(f"r{number}", 3)
     assert queue.inside == 0
     queue.check()
+
+
+@pytest.mark.parametrize("ended_well", [True, False])
+def test_tenants_pay_for_their_output(ended_well: bool) -> None:
+    """One asks much and gets little, the other the reverse: what each has had is the same, to a request."""
+    queue, _ = admission(info=replace(INFO, max_running=1, kv_capacity_tokens=100_000))
+    shapes = {"talks": (100, 500), "asks": (1000, 1)}
+    served = dict.fromkeys(shapes, 0)
+    for number in range(150):
+        for tenant, (prompt, output) in shapes.items():
+            tokens = [number, *[1000 + ord(tenant[0])] * (prompt - 1)]
+            queue.add(request(f"{tenant} {number}", tokens=tokens, new=output, claim=Claim(tenant)))
+    for _ in range(110):
+        chosen = queue.next()
+        assert chosen is not None
+        tenant = chosen[0].request_id.split()[0]
+        prompt, output = shapes[tenant]
+        queue.started(chosen[0].request_id, 0)
+        queue.ended(chosen[0].request_id, output, ended_well=ended_well)
+        served[tenant] += prompt + OUTPUT_COST * output
+    queue.check()
+    assert abs(served["talks"] - served["asks"]) < 100 + OUTPUT_COST * 500 + 2048, "a request, and a quantum"
 
 
 @pytest.mark.parametrize(

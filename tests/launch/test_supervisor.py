@@ -432,6 +432,7 @@ def test_ipv6_hosts_get_brackets() -> None:
         (["--", "--bind", "tcp://127.0.0.1:5"], "--bind is not for"),
         (["--", "--id", "same-for-all"], "--id is not for"),
         (["--", "--insecure"], "--insecure is not for"),
+        (["--workers", "2", "--max-workers", "8"], "--max-workers needs --on ray"),
     ],
 )
 def test_wrong_options_are_named_before_anything_starts(arguments: list[str], named: str) -> None:

@@ -77,6 +77,33 @@ def test_a_worker_that_dies_in_its_pull_gives_its_request_back() -> None:
     assert found.cached_tokens[1] == 1000
 
 
+def test_a_request_that_is_placed_anew_waits_for_its_own_pull_and_not_for_the_one_before() -> None:
+    """The old transfer's end took the new hold away, and the request was never sent: the simulation never ended."""
+    slow = replace(LINK, bytes_per_second=8e4, least_tokens=0)
+    death = WorkerDeath(5.1, "w2", noticed_after_seconds=0.1)
+    requests = [request("a", 0.0), request("b", 5.0), request("c", 5.0)]
+    found = run(*requests, workers=3, kv_link=slow, faults=(death,), until_seconds=60.0)
+    assert found.outcome.tolist() == [1, 1, 1]
+    assert found.scheduler_stats["live_requests"] == 0
+
+
+def test_an_idle_engine_stands_still_while_it_copies() -> None:
+    copying = replace(LINK, copy_byte_seconds=5e-6)  # half a second for 1000 tokens
+    found = run(request("a", 0.0), request("b", 5.0), kv_link=copying)
+    assert found.scheduler_stats["pulls"]["moved_tokens"] == 1000
+    assert found.ttft_seconds[1] == pytest.approx(0.02 + 0.1 + 0.5 + 0.01, abs=1e-6)
+
+
+def test_who_holds_the_most_of_a_prefix_copies_only_what_it_lacks() -> None:
+    copying = replace(LINK, copy_byte_seconds=5e-6, least_tokens=0)
+    first = [request("a", 0.0), request("d", 0.0, prefix=900), request("e", 5.0, prefix=0, tail=20)]
+    other = request("f", 5.0, prefix=0, tail=20, output=300)  # decodes at w1 while the rest of the prefix comes
+    found = run(*first, other, request("g", 6.0, prefix=0, tail=20), request("b", 6.5), kv_link=copying)
+    alone = run(*first, other, request("g", 6.0, prefix=0, tail=20), request("b", 6.5, prefix=900), kv_link=copying)
+    assert found.scheduler_stats["pulls"]["moved_tokens"] == alone.scheduler_stats["pulls"]["moved_tokens"] + 100
+    assert found.latency_seconds[3] - alone.latency_seconds[3] == pytest.approx(0.05, abs=0.011), "100 tokens, not 1000"
+
+
 def test_a_run_under_memory_pressure_ends_every_request_and_is_the_same_again() -> None:
     made = poisson(generate("toolbench", requests=150, groups=12, seed=1), rps=30.0, seed=1)
     local = replace(SimConfig().local, kv_capacity_tokens=12_000)

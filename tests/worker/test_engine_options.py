@@ -84,6 +84,12 @@ def test_engine_arguments_that_are_none_are_refused(words: list[str]) -> None:
         (["--engine", "attached"], "--url"),
         (["--engine", "attached", "--url", "http://127.0.0.1:1", "--model", "m"], "--model"),
         (["--engine", "attached", "--url", "http://127.0.0.1:1", "--token-budget", "4"], "--token-budget"),
+        (["--engine", "vllm", "--model", "m", "--dtype", "bfloat16"], "--dtype is for --engine torch"),
+        (["--engine", "attached", "--url", "http://127.0.0.1:1", "--device", "cpu"], "--device is for --engine torch"),
+        (["--engine", "sglang", "--model", "m", "--threads", "1"], "--threads is for --engine torch"),
+        (["--engine", "simulated", "--max-model-tokens", "64"], "--max-model-tokens is for --engine torch"),
+        (["--engine", "torch", "--model", "m", "--time-scale", "0"], "--time-scale is for --engine simulated"),
+        (["--engine", "vllm", "--model", "m", "--cost-model", "x"], "--cost-model is for --engine simulated"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_by_name(words: list[str], named: str) -> None:
