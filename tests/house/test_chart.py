@@ -199,6 +199,8 @@ def test_what_servers_publish_is_what_the_gateway_reads_off_their_pods(charts: d
         assert events["endpoint"] == f"tcp://*:{said['events-port']}"
         assert events["replay_endpoint"] == f"tcp://*:{said['replay-port']}"
         assert (case == "least") == ("enable_kv_cache_events" in events), "vLLM's alone"
+        report = "--enable-prompt-tokens-details" if case == "least" else "--enable-cache-report"
+        assert report in args, "the gateway counts hits"
         port = next(int(one.partition("=")[2]) for one in args if one.startswith("--port="))
         (slice_port,) = charts[case]["Service", "preble-servers"]["spec"]["ports"]
         assert container(pod)["ports"] == [{"name": "http", "containerPort": port}] and slice_port["port"] == port
