@@ -248,10 +248,10 @@ class RecordingWriter:
 
     def _rotate(self) -> None:
         """FILE becomes FILE.1, and so on; the oldest goes."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
         names = [self._path, *(Path(f"{self._path}.{number}") for number in range(1, self._files))]
         for older, newer in zip(names[:0:-1], names[-2::-1], strict=True):
             if newer.exists():
                 os.replace(newer, older)
+        file, self._file = self._file, None  # not before, or one that could not be renamed would be begun anew
+        if file is not None:
+            file.close()

@@ -7,7 +7,8 @@ from collections.abc import Hashable
 
 from .._placement.request_api import finite_time, hashable
 from ..errors import InvalidInput
-from ..types import SessionHint
+from ..scheduling.flow_control import FlowConfig
+from ..types import INTERACTIVE, Claim, Priority, SessionHint
 
 
 def check_session(session: SessionHint | None) -> None:
@@ -25,3 +26,21 @@ def first_token_limit(client: Hashable, first_token_seconds: float | None) -> fl
     if limit <= 0.0:
         raise InvalidInput(f"first_token_seconds must be positive, got {first_token_seconds!r}")
     return limit
+
+
+def terms_of(
+    flow: FlowConfig,
+    client: Hashable,
+    first_token_seconds: float | None,
+    tenant: str | None,
+    deadline_seconds: float | None,
+    priority: Priority | None,
+) -> tuple[Hashable, float, Claim | None]:
+    """Whose request it is, the time in which its first token is of use, infinite where none is named, and what it names
+    of the last three; None for nothing. Raises `InvalidInput`."""
+    limit = first_token_limit(client, first_token_seconds)
+    if tenant is None and deadline_seconds is None and priority is None:
+        return client, limit, None
+    name = tenant or ""
+    claim = Claim(name, flow.weights.get(name, 1.0), deadline_seconds, priority or INTERACTIVE)
+    return name if client is None else client, min(limit, deadline_seconds or math.inf), claim

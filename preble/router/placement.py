@@ -253,6 +253,7 @@ class Placement(PlacedRequest):
         """`output_tokens` have come so far; the request goes on from `token_ids`, prompt and output."""
         self.prompt = token_ids
         self._output_tokens = output_tokens
+        self.resume_by = None
 
     def _note_cached(self, cached_tokens: int | None) -> None:
         attempt = self.attempt

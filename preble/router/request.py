@@ -161,6 +161,7 @@ class PlacedRequest:
         self.failures = 0  # attempts that were lost under it
         self.full_workers: set[str] = set()  # at their bound when last asked
         self.failed_workers: set[str] = set()  # lost it; another one is preferred, whatever they have cached
+        self.resume_by: float | None = None  # when it has waited long enough for a worker to go on with
         self.setback: Setback | None = None
         self.finish_reason: FinishReason | None = None
         self.error: PrebleError | None = None
@@ -352,6 +353,7 @@ class RoutedRequest(PlacedRequest):
             self._logprobs.extend(chunk.logprobs[have - chunk.index :][: len(wanted)])
         self._output.extend(wanted)
         if wanted:
+            self.resume_by = None
             self._last_worker = worker_id
             self._notify()
         return Accepted(len(wanted), len(chunk.token_ids) - len(fresh), len(fresh) - len(wanted))

@@ -55,12 +55,12 @@ from ..transport import wire
 from ..transport.engine_servers.server_info import ServerOptions
 from ..transport.namespaces import check_namespace
 from ..transport.security import ClientKeys
-from ..transport.tasks import end_all
+from ..transport.tasks import end_all, within
 from ..transport.worker_address import check_worker_address, why_silent
 from ..types import INTERACTIVE, Claim, FinishReason, PairDecision, Priority, SamplingParams, SessionHint, check_fields
 from . import pairs
 from .arguments import NO_TOKENS, PromptTokenizer, Tokenizer, scheduler_of
-from .asked import check_session, first_token_limit
+from .asked import check_session, terms_of
 from .counters import RouterCounters as RouterCounters
 from .fleet import Fleet, FleetConfig, FleetWorker
 from .placement import Placement
@@ -233,15 +233,17 @@ class Router:
     async def close(self) -> None:
         """Fail what is running, leave all workers, stop the background work. Idempotent; the scheduler stays usable.
         Raises nothing. O(live requests + workers)."""
+        for live in list(self._live.values()):  # or those that wait would be placed as others end
+            self._turns.give_up(live, TransportError("the router was closed"))
         for live in list(self._live.values()):
             self._end_attempt(live, abort=True)
             live.fail(TransportError("the router was closed"))
+        fleet, self._fleet = self._fleet, None  # nothing is placed any more
         self._available.set()
         self._prompts.close()
         if self._tick_task is not None:
             await end_all(self._tick_task)
             self._tick_task = None
-        fleet, self._fleet = self._fleet, None
         if fleet is not None:
             await fleet.close()
         await asyncio.to_thread(self._recorder.close)
@@ -345,10 +347,8 @@ class Router:
         check_namespace(namespace)
         check_session(session)
         hashable("group", group)
-        limit = first_token_limit(client, first_token_seconds)
-        claim = self._claim(tenant, deadline_seconds, priority)
-        if claim is not None:
-            client, limit = claim.tenant if client is None else client, min(limit, claim.deadline_seconds or math.inf)
+        named = client, first_token_seconds, tenant, deadline_seconds, priority
+        client, limit, claim = terms_of(self.config.flow, *named)
         asked = (self._new_id(request_id), token_ids, sampling or SamplingParams(), namespace)
         return self._generate(
             RoutedRequest(*asked, client=client, first_token_seconds=limit, session=session, claim=claim, group=group),
@@ -363,8 +363,6 @@ class Router:
         try:
             if text is not None:
                 live.prompt = await self._prompts.tokens(text)
-                if live.error is not None:  # the router was closed, or the time is over
-                    raise live.error
             while live.finish_reason is None:
                 await self._place(live)
                 while (chunk := await live.next_chunk()) is not None:
@@ -411,10 +409,8 @@ class Router:
         check_session(session)
         hashable("group", group)
         token_ids = await self._prompts.tokens(prompt)
-        limit = first_token_limit(client, first_token_seconds)
-        claim = self._claim(tenant, deadline_seconds, priority)
-        if claim is not None:
-            client, limit = claim.tenant if client is None else client, min(limit, claim.deadline_seconds or math.inf)
+        named = client, first_token_seconds, tenant, deadline_seconds, priority
+        client, limit, claim = terms_of(self.config.flow, *named)
         placement = Placement(
             self, self._new_id(request_id), token_ids, namespace, client=client, first_token_seconds=limit,
             session=session, max_new_tokens=max_new_tokens, exclude=frozenset(exclude), claim=claim, group=group,
@@ -481,6 +477,7 @@ class Router:
             retry_after_seconds=live.first_token_seconds,
         )
         live.fail(error)
+        self._available.set()  # it may wait for that
         if live.claim is not None:
             self._turns.give_up(live, error)
 
@@ -503,13 +500,6 @@ class Router:
             raise
         # Where the block has finished it, and reported more than we could, this does nothing.
         self.scheduler.finish(decision.request_id)
-
-    def _claim(self, tenant: str | None, deadline_seconds: float | None, priority: Priority | None) -> Claim | None:
-        """What a request names of these; None for nothing. Raises `InvalidInput`."""
-        if tenant is None and deadline_seconds is None and priority is None:
-            return None
-        name = tenant or ""
-        return Claim(name, self.config.flow.weights.get(name, 1.0), deadline_seconds, priority or INTERACTIVE)
 
     def _new_id(self, request_id: Hashable) -> Hashable:
         if request_id is None:
@@ -545,13 +535,17 @@ class Router:
         A request that has not run yet does not wait: nobody has waited for its output so far, and another router may
         do.
         """
+        if live.error is not None:  # the router was closed, or the time is over
+            raise live.error
         setback, live.setback = live.setback, None
         if live.failures >= self.config.max_attempts and setback is not None:
             raise WorkerLost(f"gave up after {live.failures} attempts, the last: {setback.text}")
         is_new = not live.failures and not live.full_workers and setback is None
         if live.claim is not None and is_new and await self._take_turn(live, live.claim):
             return
-        deadline = self._clock() + (self.config.resume_seconds if live.failures else 0.0)
+        if live.failures and live.resume_by is None:
+            live.resume_by = self._clock() + self.config.resume_seconds
+        deadline = self._clock() if live.resume_by is None else live.resume_by
         while not self._try_place(live):
             left = deadline - self._clock()
             if left <= 0.0:
@@ -742,7 +736,7 @@ class Router:
             timeout_seconds = min(timeout_seconds, self.config.retry_full_seconds)
             live.full_workers.clear()
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._available.wait(), timeout_seconds)
+            await within(timeout_seconds, self._available.wait())
 
     def _end_attempt(
         self, live: PlacedRequest, *, abort: bool, finished: bool = False, handed_over: bool = False
@@ -787,6 +781,7 @@ class Router:
             live.failures += 1
             live.failed_workers.add(attempt.worker_id)
             live.full_workers.clear()
+            live.resume_by = None
         live.set_back(Setback(text, full))
 
     def _finish(self, live: PlacedRequest, reason: FinishReason) -> None:
@@ -845,7 +840,8 @@ class Router:
         self.counters.duplicate_tokens += accepted.duplicates
         self.counters.excess_tokens += accepted.excess
         self._take_cached(live, attempt, chunk)
-        self._note_first_token(live, attempt)
+        if chunk.token_ids or chunk.finish_reason in ("stop", "length"):  # else its prefill came to nothing
+            self._note_first_token(live, attempt)
         if chunk.finish_reason in ("error", "invalid"):
             self._end_attempt(live, abort=False)
             kind = EngineError if chunk.finish_reason == "error" else InvalidInput
@@ -864,6 +860,8 @@ class Router:
             self.counters.handed_over += 1
             return
         self.scheduler.cancel(live.request_id)
+        if live.claim is not None:
+            self._turns.ended(live, None, None)
         live.failures += 1
         live.set_back(Setback(f"worker {pair.worker} does not take what {pair.prefill_worker} has prefilled for it"))
 

@@ -380,6 +380,7 @@ class KvMover:
             return
         arguments = request.token_ids, cached_tokens, self._token_bytes, self.limits, running.arrived_at
         running.pull = KvPull(request.pull, *arguments)
+        self._let_go(self._followers.progressed(running.number, cached_tokens), running.pull)
         self._go_on(running)
 
     def _go_on(self, running: _RunningPull) -> None:

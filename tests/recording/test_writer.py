@@ -96,6 +96,27 @@ def test_files_are_bounded_rotated_and_read_together(tmp_path: Path) -> None:
     assert len(Recording.read(files[1])) < len(found), "each can be read by itself"
 
 
+def test_a_file_that_cannot_be_rotated_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the next request began it anew."""
+    file, replace, calls = tmp_path / "r", os.replace, 0
+
+    def fails_once(*names: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise PermissionError("not now")
+        replace(*names)
+
+    monkeypatch.setattr(writer_module.os, "replace", fails_once)
+    writer = opened(file, files=2, max_bytes=2 * 4096)
+    for number in range(50):
+        writer.offer(ended(number))
+    writer.close()
+    found = Recording.read(file)
+    assert len(found) + writer.stats()["missing"] == 50
+    assert (calls, found.missing) == (2, 1), "the next request has rotated it"
+
+
 def test_a_restart_keeps_what_was_there(tmp_path: Path) -> None:
     file = tmp_path / "r"
     for key in (KEY, KEY, None):

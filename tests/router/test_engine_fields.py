@@ -161,3 +161,19 @@ async def test_an_engine_that_refuses_is_told_from_one_that_fails(reason: str, k
             await ask(router)
         await asyncio.sleep(0)
         assert not other.got(wire.GenerationRequest), "another would say the same"
+
+
+@pytest.mark.parametrize("reason", ["invalid", "error", "abort"])
+@asynchronous
+async def test_an_answer_that_ends_in_vain_before_its_first_token_leaves_nothing_that_counts_as_cached(
+    reason: str,
+) -> None:
+    """Regression: its prefill counted as done."""
+
+    async def refuses(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
+        await worker.send(wire.OutputChunk(submit.request_id, 0, (), None, reason))
+
+    async with fleet((refuses, BOTH, BOTH)) as (router, _):
+        with contextlib.suppress(EngineError, InvalidInput):
+            await ask(router)
+        assert router.scheduler.match(PROMPT).best_tokens == 0

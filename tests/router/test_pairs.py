@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from preble import CostModel, SamplingParams
-from preble.errors import InvalidConfig, NoWorkers
+from preble.errors import InvalidConfig, NoWorkers, WorkerLost
 from preble.router import Router, pairs
 from preble.router.placement import Placement
 from preble.router.shared_bookings import SharedBookings
@@ -136,6 +136,27 @@ async def test_one_that_does_not_take_what_was_prefilled_for_it_costs_a_new_plac
         for _ in range(4):
             tokens, chunks = await collect(story.router.generate(PROMPT, SHORT))
             assert tokens == expected_tokens(PROMPT, SHORT.max_new_tokens) and chunks[-1].worker == "e"
+
+
+@asynchronous
+async def test_what_could_not_be_handed_over_is_on_no_tenant_s_account_any_more() -> None:
+    """Regression: the charge and the place at the worker stayed, one with each."""
+    asked = asyncio.Event()
+
+    async def when_asked(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
+        await asked.wait()
+        await good(worker, submit)
+
+    async with fleet(fast(resume_seconds=0.2), p=("prefill", when_asked), d=("decode", mute)) as story:
+        turns = story.router._turns
+        running = asyncio.ensure_future(collect(story.router.generate(PROMPT, SHORT, tenant="t")))
+        await until(lambda: story.sent, "it is prefilled")
+        assert len(turns._charges) == 1
+        story.router.fleet.withhold(story.workers["d"].endpoint, True)
+        asked.set()
+        with pytest.raises(WorkerLost):
+            await running
+        assert len(turns._charges) == 0 and turns.control._places._all == {}
 
 
 @asynchronous

@@ -199,6 +199,19 @@ async def test_without_a_first_token_in_time_a_request_is_given_up() -> None:
 
 
 @asynchronous
+async def test_one_that_was_given_up_is_not_placed_again_though_it_names_a_tenant() -> None:
+    """Regression: it was given a turn, and computed again for a client that had its error."""
+    async with routed(ScriptedServer()) as router:
+        placement = await router.place(PROMPT, first_token_seconds=0.05, tenant="a")
+        over = asyncio.Event()
+        placement.on_lost = over.set
+        await over.wait()
+        with pytest.raises(Overloaded, match="no token after"):
+            await placement.failed("it was cut off")
+        assert router.scheduler.stats()["live_requests"] == 0 and router.counters.shed == 1
+
+
+@asynchronous
 async def test_who_is_cancelled_while_waiting_for_a_place_has_none() -> None:
     one = ScriptedServer()
     async with routed(one) as router:

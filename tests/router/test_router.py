@@ -802,6 +802,39 @@ async def test_a_request_that_waited_past_its_time_is_given_up_and_aborted_at_it
         assert (router.stats()["shed"], router.stats()["live_requests"]) == (1, 0)
 
 
+@contextlib.asynccontextmanager
+async def waiting() -> AsyncIterator[tuple[Router, RoutedRequest, asyncio.Task[Any]]]:
+    """(router, request, who reads it): its only worker is lost, and it waits for one, which never comes."""
+    async with fleet(mute, router_options={"config": fast(resume_seconds=10 * HANG_SECONDS)}) as (router, (worker,)):
+        task = ask(router)
+        await until(lambda: worker.got(wire.GenerationRequest), "the worker has it")
+        (live,) = router._live.values()
+        await worker.close()
+        await until(lambda: live.failures == 1 and live.setback is None, "it waits for another")
+        yield router, live, task
+        await until(task.done, "it has ended")
+
+
+@asynchronous
+async def test_a_request_that_waits_for_a_worker_is_given_up_when_its_time_is_over() -> None:
+    """Regression: it waited on, as long as it would have for a worker."""
+    async with waiting() as (router, live, task):
+        router._shed(live)
+    assert isinstance(task.exception(), Overloaded)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@asynchronous
+async def test_who_goes_away_as_a_worker_comes_does_not_wait_on(steps: int) -> None:
+    """Regression: before Python 3.12 `asyncio.wait_for` lost the cancellation."""
+    async with waiting() as (router, _, task):
+        router._available.set()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+    assert task.cancelled()
+
+
 @asynchronous
 async def test_a_request_that_has_begun_in_time_may_take_as_long_as_it_likes() -> None:
     async def dawdling(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
@@ -867,6 +900,18 @@ async def test_a_request_that_has_run_waits_for_room() -> None:
         async for chunk in stream:
             tokens += chunk.token_ids
         assert tokens == expected_tokens(PROMPT, 12)
+
+
+@asynchronous
+async def test_a_request_that_has_run_does_not_wait_for_room_for_ever() -> None:
+    """Regression: each refusal gave it as long again."""
+    config = fast(resume_seconds=0.2)
+    async with fleet(stops_halfway, rejecting("queue_full"), router_options={"config": config}) as (router, (first, _)):
+        stream = router.generate(PROMPT, SHORT)
+        await anext(stream)
+        await first.close()
+        with pytest.raises((QueueFull, WorkerLost)):
+            await within(HANG_SECONDS, anext(stream))
 
 
 @asynchronous

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from preble import SamplingParams
-from preble.errors import InvalidInput, Overloaded, QueueFull
+from preble.errors import InvalidInput, Overloaded, QueueFull, TransportError
 from preble.router import Router
 from preble.scheduling.flow_control import FlowConfig
 from preble.transport import wire
+from preble.transport.tasks import within
 from tests.support.transport import FirstByName, ScriptedWorker, assert_bookings_are_even, asynchronous, collect, fast
 
-from tests.support.transport import expected_tokens, until  # isort: skip
+from tests.support.transport import HANG_SECONDS, expected_tokens, until  # isort: skip
 
 SHORT = SamplingParams(max_new_tokens=4)
 WORK = 0.3  # seconds that a prompt below takes by the scheduler's cost model, or more
@@ -170,6 +171,22 @@ async def test_requests_that_wait_do_not_do_so_for_ever_where_the_last_worker_is
         await until(lambda: router.stats()["held_requests"] == 0, "nobody waits for a worker that is gone")
         for task in tasks:
             task.cancel()
+
+
+@asynchronous
+async def test_a_router_that_closes_ends_what_waits_here_and_leaves_no_session_open() -> None:
+    """Regression: as one request ended another was placed, and those that still waited did so for ever."""
+    async with line(hold_seconds=None) as (router, worker, _):
+        tasks = [ask(router, number, tenant="a", priority="batch") for number in range(12)]
+        await until(lambda: router.stats()["held_requests"] == 11, "all but the first wait")
+        tasks.append(ask(router, 50, tenant="b", priority="batch"))
+        await until(lambda: router.stats()["held_requests"] == 12, "and another tenant's")
+        sessions = [one.task for one in router.fleet.workers.values()]
+        await within(HANG_SECONDS, router.close())
+        await asyncio.wait(tasks, timeout=HANG_SECONDS)
+        assert all(isinstance(task.exception(), TransportError) for task in tasks)
+        assert all(session is not None and session.done() for session in sessions)
+        assert len(worker.got(wire.GenerationRequest)) == 1, "none was sent as others ended"
 
 
 @asynchronous
