@@ -176,6 +176,7 @@ _SGLANG_EVENTS = (
 _SGLANG_CACHED_FIRST = ("lpm", "dfs-weight")  # of its --schedule-policy
 _BOOTSTRAP_PORT = 8998  # where it says nothing
 _SGLANG_LOAD = "--load-publish-endpoint auto (0.5.23 on) reports the load at once"
+_SGLANG_HITS = "--enable-cache-report lets answers of /v1 report their hit; without it a gateway counts none"
 
 
 def sglang_info(url: str, answer: Mapping[str, Any], options: ServerOptions) -> ServerInfo:
@@ -187,6 +188,8 @@ def sglang_info(url: str, answer: Mapping[str, Any], options: ServerOptions) -> 
     if max_length is None:
         max_length = _int(answer, "max_req_input_len", name, 1, _INT31, _INT31)
     advice = _advice(url, options, events, _SGLANG_EVENTS, _SGLANG_LOAD)
+    if answer.get("enable_cache_report") is False:
+        advice = (*advice, _SGLANG_HITS)
     return ServerInfo(
         "sglang",
         str(answer.get("version") or ""),

@@ -650,6 +650,13 @@ async def test_what_keeps_a_server_from_being_attached_is_named_with_its_flag(ki
     await server.kill()
 
 
+@pytest.mark.parametrize(("reports", "advised"), [(False, True), (True, False), (None, False)])
+def test_an_sglang_server_that_reports_no_hits_at_v1_is_advised_to(reports: bool | None, advised: bool) -> None:
+    answer = {"max_total_num_tokens": 1000, **({} if reports is None else {"enable_cache_report": reports})}
+    advice = sglang_info("http://a:1", answer, ServerOptions()).advice
+    assert any("--enable-cache-report" in one for one in advice) is advised
+
+
 @both_servers
 @asynchronous
 async def test_whether_a_server_is_well_is_asked_by_what_costs_it_least(kind: str) -> None:
