@@ -70,7 +70,8 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic, shared: SharedLimi
         """Where an answer is kept, asked by another process."""
         if not from_other_process(processes, request.scope):
             raise ApiError(404, "no such path", code="not_found")
-        return json_response({"worker": relay.pinned.get(request.path_params["id"])})
+        kept = relay.pinned.get(request.path_params["id"])
+        return json_response(None if kept is None else kept._asdict())
 
     gateway.on_close.append(relay.pools.close)
     routes = [

@@ -412,16 +412,21 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _wait_until_read(self, seconds: float) -> None:
         self._stop_unread()
-        self._unread = self.loop.call_later(seconds, self._not_read)
+        self._unread = self.loop.call_later(seconds, self._look, seconds, self.transport.get_write_buffer_size())
 
     def _stop_unread(self) -> None:
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
 
-    def _not_read(self) -> None:
+    def _look(self, seconds: float, before: int) -> None:
+        """Cut the client off, unless it has taken some of the bytes that waited for it, and more of them wait."""
         self._unread = None
-        if not self._is_ending or self.transport.get_write_buffer_size():
+        left = self.transport.get_write_buffer_size()
+        if 0 < left < before:
+            self._wait_until_read(seconds)
+            return
+        if left or not self._is_ending:
             self._connections.refuse("unread", self._address)
         self.transport.abort()
 

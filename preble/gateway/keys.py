@@ -70,6 +70,13 @@ class RateLimiter:
         return min(self._burst, tokens + (now - at) * self._per_second), now
 
 
+@dataclass(slots=True)
+class UsedTokens:
+    """What one key has used of its budget; of all of its tables, one after the other, the same."""
+
+    count: int = 0
+
+
 class KeyLimits:
     """What one key has left: of its requests and tokens a minute, and of its budget. Tokens are those that were really
     used, prompt and output, counted when a request ends: one more may begin while there is any left.
@@ -78,7 +85,7 @@ class KeyLimits:
 
     def __init__(self, table: KeyTable, clock: Clock, digest: str = "", shared: SharedLimits | None = None) -> None:
         self.table = table
-        self.used_tokens = 0
+        self.used = UsedTokens()
         self._digest, self._shared = digest, shared
         self._requests, self._tokens = (
             None if rate is None else RateLimiter(rate, max(1, math.ceil(rate)), clock)
@@ -88,7 +95,7 @@ class KeyLimits:
     def take(self) -> None:
         """Begin a request. Raises `ApiError` 429 where the key has nothing left; then nothing was taken."""
         budget = self.table.token_budget
-        if budget is not None and self.used_tokens >= budget:
+        if budget is not None and self.used.count >= budget:
             raise ApiError(
                 429,
                 f"the budget of this key, {budget} tokens, is used up",
@@ -112,7 +119,7 @@ class KeyLimits:
 
     def used_elsewhere(self, requests: int, tokens: int, budget: int) -> None:
         """So much was used at another process: of the minute's requests and tokens, and of the budget."""
-        self.used_tokens += budget
+        self.used.count += budget
         for limiter, count in ((self._requests, requests), (self._tokens, tokens)):
             if limiter is not None and count:
                 limiter.charge("", count)
@@ -217,7 +224,7 @@ def _granted(table: KeyTable, limits: KeyLimits, digest: str, before: KeyGrant |
     """What a table grants; where it is as it was, what is left of it stays, and a budget is used up but once."""
     earlier = None if before is None else before.limits
     if earlier is not None:
-        limits.used_tokens = earlier.used_tokens
+        limits.used = earlier.used  # to which requests that run now will add
         limits = earlier if earlier.table == table else limits
     models = frozenset(table.models) if table.models else None
     return KeyGrant(name_of(table), models, limits, table.name or "")

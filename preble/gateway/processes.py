@@ -29,8 +29,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class _Fleet:
     """The processes of one port."""
 
     def __init__(self, args: argparse.Namespace, config: GatewayConfig, address: Any, directory: str) -> None:
+        self._load = lambda: load_for(args, os.environ).config
         self._flags = {name: value for name, value in vars(args).items() if value is not None}
         self._count, self._directory = config.processes, directory
         self._address = address
@@ -103,8 +104,15 @@ class _Fleet:
     def _take_signal(self, number: int) -> None:
         if number == signal.SIGHUP:
             self._supervisor.signal(number)
+            self._reload()
         else:
             self._supervisor.drain(number)
+
+    def _reload(self) -> None:
+        """Take over how long processes may take to end. What is wrong with a configuration, they say."""
+        with suppress(PrebleError):
+            limits = self._supervisor.config
+            self._supervisor.config = replace(limits, drain_seconds=end_seconds(self._load()))
 
     def _end_hung(self, number: int, child: ChildProcess) -> None:
         """Kill it; the supervisor starts another one. Not while it drains, which ends by itself."""

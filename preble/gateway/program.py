@@ -210,7 +210,6 @@ async def _run(
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
         ),
         listeners,
         connections,
@@ -267,6 +266,11 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals are the program's."""
         yield
+
+    async def shutdown(self, sockets: list[Any] | None = None) -> None:
+        """End, within what the configuration gives answers now."""
+        self.config.timeout_graceful_shutdown = max(1, round(self._gateway.config.drain_seconds))
+        await super().shutdown(sockets)
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
         """Start to listen at every door, and report that."""
@@ -528,7 +532,8 @@ class Reloading:
             before.close()
         # What needs a restart keeps its old value, so that what is shown is what is done.
         kept = {name: getattr(gateway.config, name) for name in {name.partition(".")[0] for name in left}}
-        old, gateway.config = gateway.config, msgspec.structs.replace(new, **kept)
+        old = gateway.config
+        gateway.configure(msgspec.structs.replace(new, **kept))
         self._app.configure(gateway.config)
         router = gateway.router
         router.config = dataclasses.replace(router.config, refuse_wait_seconds=gateway.config.refuse_wait_seconds)

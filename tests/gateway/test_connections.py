@@ -280,6 +280,67 @@ async def test_a_client_that_asked_to_close_and_reads_nothing_is_cut_off() -> No
         writer.close()
 
 
+class Hours:
+    """A loop whose time goes on by hand, and a transport whose bytes wait as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: list[tuple[float, Any]] = []
+        self.waiting_bytes = 0
+        self.closed = self.aborted = False
+
+    def call_later(self, seconds: float, what: Any, *given: Any) -> asyncio.Handle:
+        handle = asyncio.Handle(what, given, asyncio.get_running_loop())
+        self.timers.append((self.now + seconds, handle))
+        return handle
+
+    def go_on(self, seconds: float) -> None:
+        self.now += seconds
+        due = [handle for at, handle in self.timers if at <= self.now and not handle.cancelled()]
+        self.timers = [(at, handle) for at, handle in self.timers if at > self.now]
+        for handle in due:
+            handle._run()
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting_bytes
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["write_seconds", "linger_seconds"])
+@asynchronous
+async def test_a_client_that_reads_slowly_is_cut_off_when_it_reads_no_more(ends: bool) -> None:
+    hours: Any = Hours()
+    refused: list[str] = []
+    limits = ConnectionLimits(write_seconds=30.0, linger_seconds=30.0)
+    connections = Connections(limits, refused.append)
+    config = uvicorn.Config(Front(limits).app, interface="asgi3", lifespan="off", ws="none", log_config=None)
+    config.load()
+    protocol = BoundedProtocol(connections, config=config, server_state=ServerState(), app_state={}, _loop=hours)
+    protocol.connection_made(hours)
+    hours.waiting_bytes = 100_000
+    if ends:
+        hours.closed = True
+        protocol.on_response_complete()
+    else:
+        protocol.pause_writing()
+    protocol._stop_waiting()
+    for _ in range(50):
+        hours.waiting_bytes -= 100
+        hours.go_on(30.0)
+        assert not hours.aborted and not refused
+    hours.go_on(30.0)
+    assert hours.aborted and refused == ["unread"]
+    protocol.connection_lost(ConnectionResetError())
+
+
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux has these")
 @asynchronous
 async def test_the_kernel_asks_after_clients_that_are_silent() -> None:

@@ -741,6 +741,24 @@ def test_a_worker_that_dies_does_not_show_in_the_stream(model: Path, codec: Text
             worker.stop()
 
 
+def test_answers_may_take_as_long_to_end_as_the_configuration_says_when_it_ends(tmp_path: Path) -> None:
+    config = tmp_path / "gateway.yaml"
+    worker = WorkerProcess(time_scale=20.0)
+    config.write_text(json.dumps({"workers": [worker.endpoint], "drain_seconds": 10 * HANG_SECONDS}))
+    process = GatewayProcess("--config", str(config), log=tmp_path / "log")
+    client = Client(process.address)
+    try:
+        body = {"prompt": [1], "max_tokens": 10_000, "stream": True}
+        client.connection.request("POST", "/v1/completions", json.dumps(body))
+        wait_until(lambda: load_of_worker(process)["running"] == 1, "it runs")
+        config.write_text(json.dumps({"workers": [worker.endpoint], "drain_seconds": 0}))
+        process.signal(signal.SIGHUP)
+        wait_until(lambda: "reloaded: drain_seconds" in process.log.read_text(), "it is reloaded")
+    finally:
+        assert process.stop() == 0, "before `HANG_SECONDS`"
+        worker.kill()
+
+
 def test_sighup_reloads_workers_policy_and_limits(workers: list[WorkerProcess], model: Path, tmp_path: Path) -> None:
     config = tmp_path / "gateway.yaml"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -16,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from preble.gateway.core.config import END_MARGIN_SECONDS
+from preble.gateway.core.config_sources import load_for
 from preble.gateway.core.sibling_processes import (
     GatewayProcesses,
     ProcessAnswer,
@@ -24,6 +27,7 @@ from preble.gateway.core.sibling_processes import (
     merged,
     statuses,
 )
+from preble.gateway.processes import _Fleet
 from tests.support.attach import FakeServer
 from tests.support.gateway import Client, GatewayProcess
 from tests.support.relay import Call, ScriptedServer
@@ -86,6 +90,22 @@ def pid_of(gateway: GatewayProcess, index: int) -> int:
         if "preble.gateway.processes" in words and json.loads(words[3])["slot"]["index"] == index:
             return pid
     return 0
+
+
+def test_processes_may_take_as_long_to_end_as_the_configuration_says_now(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_text('{"drain_seconds": 1, "lame_duck_seconds": 1}')
+    args = argparse.Namespace(config=file)
+    fleet = _Fleet(args, load_for(args, {}).config, ("127.0.0.1", 1), str(tmp_path))
+
+    def given(content: str) -> float:
+        """How long, after a reload of a file with that."""
+        file.write_text(content)
+        fleet._take_signal(signal.SIGHUP)
+        return fleet._supervisor.config.drain_seconds
+
+    assert given('{"drain_seconds": 100, "lame_duck_seconds": 5}') == 105.0 + END_MARGIN_SECONDS
+    assert given('{"drain_seconds": -1}') == 105.0 + END_MARGIN_SECONDS, "one that is wrong changes nothing"
 
 
 def test_what_one_process_served_the_other_knows_is_cached(gateway: GatewayProcess) -> None:
@@ -212,7 +232,10 @@ def test_limits_and_kept_answers_are_those_of_all_processes(tmp_path: Path) -> N
     with loop_beside() as run:
         for one in servers:
             run(one.start())
-        keys = [{"key": "key-of-a-team", "token_budget": 40}, {"key": "seldom-key", "requests_per_minute": 3}]
+        keys = [
+            {"key": "key-of-a-team", "models": ["tiny"], "token_budget": 40},
+            {"key": "seldom-key", "requests_per_minute": 3},
+        ]
         config = {"workers": [one.url for one in servers], "processes": 2, "keys": keys, "policy": "round_robin"}
         (tmp_path / "c.yaml").write_text(json.dumps({**config, "admin_keys": ["admin-of-all"]}))
         gateway = GatewayProcess("--config", str(tmp_path / "c.yaml"), log=tmp_path / "log")

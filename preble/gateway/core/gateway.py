@@ -75,6 +75,11 @@ class Gateway:
         self._unread = UnreadBudget(UNREAD_BYTES_MAX)
         self.on_close: list[Callable[[], object]] = []  # what is to be ended with it
 
+    def configure(self, config: GatewayConfig) -> None:
+        """Go on with another configuration."""
+        self.config = config
+        self.models.configure(config)
+
     def close(self) -> None:
         """End what belongs to it; the router is ended by who made that."""
         for end in self.on_close:

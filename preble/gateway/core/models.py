@@ -49,11 +49,15 @@ class Models:
 
     def __init__(self, router: Router, config: GatewayConfig, clock: Clock) -> None:
         self._router = router
-        self._aliases = tuple(config.model_names)
+        self.configure(config)
         self._clock = clock
         self._membership = -1
         self._table: dict[str, ServedModel] = {}
         self._asked_at = -ASK_SECONDS
+
+    def configure(self, config: GatewayConfig) -> None:
+        """Take over the names that requests may use."""
+        self._aliases = tuple(config.model_names)
 
     @property
     def names(self) -> list[str]:

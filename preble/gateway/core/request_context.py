@@ -3,7 +3,7 @@ its key may use. Decides nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -57,15 +57,22 @@ class RequestContext:
     def use_model(self, name: str) -> None:
         """Note the model that is asked for. Raises `ApiError` 403 where the key may not use it."""
         if not self.may_use(name):
-            served = ", ".join(sorted(self.models or ()))
-            raise ApiError(
-                403,
-                f"this key may not use the model {name!r}; it may use {served}",
-                kind="permission_error",
-                param="model",
-                code="model_not_allowed",
-            )
+            raise self._not_allowed(f"the model {name!r}", "model")
         self.model = name
+
+    def use_adapters(self, base: str, names: Sequence[str] | None) -> None:
+        """Adapters of the model `base` are asked for, by names beside the model's; None: nobody can read by which.
+        Raises `ApiError` 403 where the key may not use them."""
+        if names is None:
+            raise self._not_allowed("adapters whose names cannot be read", "lora_path")
+        for name in names:
+            if not (self.may_use(name) or self.may_use(f"{base}:{name}")):
+                raise self._not_allowed(f"the adapter {name!r}", "lora_path")
+
+    def _not_allowed(self, what: str, param: str) -> ApiError:
+        served = ", ".join(sorted(self.models or ()))
+        message = f"this key may not use {what}; it may use {served}"
+        return ApiError(403, message, kind="permission_error", param=param, code="model_not_allowed")
 
     def may_use(self, name: str) -> bool:
         """Whether the key may use the model."""

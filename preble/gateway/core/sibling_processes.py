@@ -150,8 +150,8 @@ class GatewayProcesses:
         """What process `index` says to a GET."""
         return await self._ask(index, "GET", path, b"")
 
-    async def keeper(self, answer_id: str) -> str | None:
-        """The worker that keeps an answer which another process passed on; None where none knows."""
+    async def keeper(self, answer_id: str) -> tuple[str, str] | None:
+        """The worker that keeps an answer which another process passed on, and its model; None where none knows."""
         if _ANSWER_ID.fullmatch(answer_id) is None:
             return None
         path = KEEPERS_PATH + answer_id
@@ -159,8 +159,8 @@ class GatewayProcesses:
         async with running(*(self._ask(i, "GET", path, b"", KEEPER_SECONDS) for i in others)) as asked:
             for next_one in asyncio.as_completed(asked):
                 answer = await next_one
-                if answer.status == 200 and (found := json.loads(answer.body)["worker"]) is not None:
-                    return str(found)
+                if answer.status == 200 and (found := json.loads(answer.body)) is not None:
+                    return found["worker"], found["model"]
         return None
 
     async def _ask(

@@ -30,7 +30,9 @@ cdef class Http2Connection:
     cdef object accept, gone, transport
     cdef HeaderDecoder decoder
     cdef bint is_greeted, is_held, is_ending, is_heading
-    cdef long long streams_max, last_id
+    cdef long long streams_max
+    cdef long long last_id  # of the streams that were not refused because we stop: what GOAWAY says
+    cdef long long seen_id  # of all streams that the other side has begun
     cdef list parts  # of what is not a whole frame yet
     cdef Py_ssize_t missing  # bytes of it, as far as is known
     cdef bytearray head_block  # fields whose continuation is to come, of which stream, with which flags

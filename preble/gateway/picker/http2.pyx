@@ -293,7 +293,7 @@ cdef class Http2Connection:
             self.used = 0
         stream = self.streams.get(number)
         if stream is None or stream.half_closed:
-            if number > self.last_id:
+            if number > self.seen_id:
                 raise ProtocolError("bytes of a stream that was never begun")
             return 0
         stream.receive_window -= size
@@ -354,10 +354,11 @@ cdef class Http2Connection:
             if call is not None:
                 call.on_end()
             return 0
-        if number <= self.last_id:
+        if number <= self.seen_id:
             return 0  # of a stream that is over here
         if number % 2 == 0:
             raise ProtocolError("a stream with an even number")
+        self.seen_id = number
         if self.is_ending or <long long> len(self.streams) >= self.streams_max:
             if not self.is_ending:
                 self.last_id = number
@@ -377,7 +378,7 @@ cdef class Http2Connection:
         if stream is not None:
             self.drop(stream)
             return self.close_if_idle()
-        if number > self.last_id:
+        if number > self.seen_id:
             raise ProtocolError("the end of a stream that was never begun")
         return 0
 

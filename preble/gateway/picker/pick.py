@@ -34,6 +34,7 @@ from ..relay.body import RelayedBody
 from ..relay.endpoints import ENDPOINTS, POSTS, Endpoint
 from ..relay.learned import Learned, changes_for, looked_over
 from ..relay.pairs import SGLANG, is_separable
+from ..relay.pinned import KeptAnswer
 from ..relay.progress import RelayProgress, tokens_seen
 from ..relay.routing_key import RoutingKey
 from ..relay.usage import UsageReader, usage_reader
@@ -127,8 +128,8 @@ class Pick:
         body = self._read = await self._body_of(data)
         served = await self._model_of(body, data is not None)
         key = self._key = await self._picker.key_of(context, body, served)
-        keeper = self._picker.pinned.get(self._answer_id or body.previous_response_id)
-        exclude = self._picker.all_but(keeper, served.exclude | self._picker.destinations.outside(allowed))
+        kept = self._picker.pinned.get(self._answer_id or body.previous_response_id)
+        exclude = self._picker.all_but(kept, served.exclude | self._picker.destinations.outside(allowed))
         self._progress = RelayProgress(gateway, context, key)
         self._is_separable = self._endpoint.kind in _SHARED and is_separable(body, self._endpoint, served.engine)
         if self._headers.has_any(_PROXY_NAMES):
@@ -311,7 +312,7 @@ class Pick:
         placement.finish(reader.output_tokens or 0, self._cached(reader), reason)
         progress.finished(reader)
         if kind == "responses" and reader.answer_id is not None:
-            self._picker.pinned.put(reader.answer_id, placement.worker)
+            self._picker.pinned.put(reader.answer_id, KeptAnswer(placement.worker, self._context.model))
         is_of_prompt = kind != "generate" or self._read.n == 1
         if self._picker.mismatches.compare(
             kind, self._context.model, self._key, reader.prompt_tokens if is_of_prompt else None

@@ -28,9 +28,6 @@ class PickerServer:
         self.listener = listener
         self.is_stopping = False
         self._picker = picker
-        config = picker.gateway.config
-        self._message_bytes_max = config.max_body_bytes + MESSAGE_MARGIN_BYTES
-        self._streams_max = STREAMS_PER_REQUEST * config.max_live_requests
         self._connections: set[Http2Connection] = set()
         self._server: asyncio.Server | None = None
         self._idle = asyncio.Event()
@@ -45,13 +42,15 @@ class PickerServer:
     def connection(self) -> Any:
         """A new connection, as asyncio wants protocols: an `Http2Connection`."""
         self._idle.clear()
-        connection = Http2Connection(self._accept, self._gone, self._streams_max)
+        streams_max = STREAMS_PER_REQUEST * self._picker.gateway.config.max_live_requests
+        connection = Http2Connection(self._accept, self._gone, streams_max)
         self._connections.add(connection)
         return connection
 
     def _accept(self, stream: Http2Stream, fields: Fields) -> Http2Call:
         path = dict(reversed(fields)).get(b":path", b"")
-        return CALLS.get(path, UnknownCall)(stream, self._message_bytes_max, self._picker)
+        message_bytes_max = self._picker.gateway.config.max_body_bytes + MESSAGE_MARGIN_BYTES
+        return CALLS.get(path, UnknownCall)(stream, message_bytes_max, self._picker)
 
     def _gone(self, connection: Http2Connection) -> None:
         self._connections.discard(connection)

@@ -7,6 +7,7 @@ comes twice the last counts, as it does for the servers.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +29,13 @@ _FIELDS = msgspec.json.Decoder(Fields)
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _OPENING = re.compile(rb"\s*\{")
 _LISTED = re.compile(rb'\s*\[\s*["\[{]')  # more than one prompt: no single list of token ids
-_PROMPTS = {"completions": ("prompt",), "generate": ("text", "input_ids"), "embeddings": ("input",)}
+# Fields that hold prompts, by an endpoint's path or its kind.
+_PROMPTS = {
+    "completions": ("prompt",),
+    "generate": ("text", "input_ids"),
+    "embeddings": ("input",),
+    "/v1/chat/completions/batch": ("messages",),
+}
 
 
 class Once(Generic[T]):
@@ -123,6 +130,17 @@ class RelayedBody:
         return first if isinstance(first, str) and first else None
 
     @Once
+    def adapters(self) -> tuple[str, ...] | None:
+        """All adapters that SGLang's `lora_path` names; None where that cannot be read."""
+        if not self.given("lora_path"):
+            return ()
+        path = self.value("lora_path")
+        names = path if isinstance(path, list) else [path]
+        if path is None or not all(isinstance(name, str | None) for name in names):
+            return None
+        return tuple(name for name in names if name)
+
+    @Once
     def max_tokens(self) -> int | None:
         """The most output tokens that are asked for, of one choice."""
         if self.endpoint.kind == "generate":
@@ -136,13 +154,15 @@ class RelayedBody:
     @Once
     def n(self) -> int:
         """How many choices each prompt is to have."""
-        given = self._sampling.get("n") if self.endpoint.kind == "generate" else self.small("n")
+        kind = self.endpoint.kind
+        is_inside = kind == "generate" or (kind == "other" and "sampling_params" in self.fields)
+        given = self._sampling.get("n") if is_inside else self.small("n")
         return max(_whole(given) or 1, 1)
 
     @Once
     def prompts(self) -> int:
         """How many prompts it holds: each gets `n` choices."""
-        names = _PROMPTS.get(self.endpoint.kind, ())
+        names = _PROMPTS.get(self.endpoint.path) or _PROMPTS.get(self.endpoint.kind, ())
         raw = next((self.fields[name] for name in names if self.given(name)), None)
         if raw is None or _LISTED.match(memoryview(raw)) is None:
             return 1
@@ -236,6 +256,12 @@ def _decoded(raw: msgspec.Raw) -> Any:
 
 
 def _whole(value: Any) -> int | None:
+    """A count as engines read it, who also take 64.0 and "64" for one; None for what is none."""
+    if isinstance(value, str) and len(value) <= VALUE_BYTES_MAX:
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     return value if type(value) is int and 0 <= value < 2**31 else None
 
 

@@ -22,7 +22,7 @@ from ..core.sessions import with_body
 from .body import RelayedBody, read_body
 from .endpoints import Endpoint
 from .form import read_form
-from .pinned import PinnedAnswers
+from .pinned import KeptAnswer, PinnedAnswers
 from .routing_key import Mismatches, RoutingKey, routing_key
 
 if TYPE_CHECKING:
@@ -43,9 +43,11 @@ class Learned:
 
     async def key_of(self, context: RequestContext, body: RelayedBody, served: ServedModel) -> RoutingKey:
         """Note what a body says of its request; what that is placed by. Raises `ApiError` 403 where its key may not use
-        the model."""
+        the model, or an adapter that the body names."""
         gateway = self.gateway
         context.use_model(served.name)
+        if context.models is not None:
+            context.use_adapters(served.base or served.name, body.adapters)
         context.stream = body.stream
         if "prompt_cache_key" in body.fields or "user" in body.fields:
             named = {name: body.text(name) for name in ("prompt_cache_key", "user")}
@@ -93,10 +95,10 @@ class Learned:
             in_turn=body.endpoint.generates,
         )
 
-    def all_but(self, keeper: str | None, exclude: frozenset[str]) -> frozenset[str]:
+    def all_but(self, kept: KeptAnswer | None, exclude: frozenset[str]) -> frozenset[str]:
         """The workers that a request must not go to: where one keeps what it asks for, and is there, all others."""
         ids = self.gateway.router.fleet.worker_ids
-        return exclude if keeper is None or keeper not in ids else exclude.union(ids) - {keeper}
+        return exclude if kept is None or kept.worker not in ids else exclude.union(ids) - {kept.worker}
 
 
 async def looked_over(data: bytes, endpoint: Endpoint, headers: HeaderFields) -> RelayedBody:

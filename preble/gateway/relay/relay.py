@@ -29,7 +29,7 @@ from ..core.byte_budget import SMALL_BYTES, ByteShare
 from ..core.config import is_keyless
 from ..core.gateway import Gateway, decision_headers
 from ..core.header_fields import headers_of
-from ..core.http_errors import unavailable
+from ..core.http_errors import ApiError, unavailable
 from ..core.models import ServedModel
 from ..core.request_context import RequestContext
 from .body import RelayedBody
@@ -47,8 +47,9 @@ from .pairs import (
     no_prefill,
     prefill_fields,
 )
+from .pinned import KeptAnswer
 from .progress import RelayProgress, tokens_seen
-from .resume import Emitted, can_resume, closing, continuation, count_tokens, names_enough
+from .resume import Emitted, can_resume, closing, continuation, count_tokens, names_enough, output_limit
 from .routing_key import RoutingKey, routing_key
 from .servers import ServerPools, parts_of
 from .stream import PassingStream
@@ -89,14 +90,15 @@ class Relay(Learned):
         bodies = self.gateway.bodies
         return can_resume(body) and (len(body.data) <= SMALL_BYTES or 2 * bodies.bytes_used <= bodies.bytes_max)
 
-    async def keeper_of(self, answer_id: str) -> str | None:
-        """The worker that keeps an answer, also one that another process of this gateway passed on."""
-        keeper, processes = self.pinned.get(answer_id), self.gateway.processes
-        if keeper is None and processes is not None:
-            keeper = await processes.keeper(answer_id)
-            if keeper is not None:
-                self.pinned.put(answer_id, keeper)
-        return keeper
+    async def kept(self, answer_id: str | None) -> KeptAnswer | None:
+        """Where an answer is kept, also one that another process of this gateway passed on."""
+        kept, processes = self.pinned.get(answer_id), self.gateway.processes
+        if kept is None and answer_id is not None and processes is not None:
+            found = await processes.keeper(answer_id)
+            if found is not None:
+                kept = KeptAnswer(*found)
+                self.pinned.put(answer_id, kept)
+        return kept
 
     async def _handle(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self.gateway
@@ -142,7 +144,6 @@ class Exchange:
         self._prefilling: asyncio.Task[None] | None = None  # at another server
         self._lost_text = ""
         self._continuation: dict[str, bytes] = {}
-        self._resumable = False
         self._passing: tuple[PassingStream, UsageReader] | None = None
         self._placement: Placement
         self._served = ServedModel("")
@@ -182,12 +183,20 @@ class Exchange:
 
     async def _run(self) -> None:
         gateway, context, body = self._gateway, self._context, self._body
+        kept = await self._kept()
         if not self._endpoint.by_id:
             self._served = await gateway.models.get_now(body.model)
+        elif kept is not None:
+            self._served = ServedModel(kept.model)
+        elif context.models is not None:
+            raise ApiError(404, "no answer of this id is known here", param="id", code="not_found")
+        if self._endpoint.generates:
+            gateway.check_choices(body.n * body.prompts)
         key = await self._relay.key_of(context, body, self._served)
         context.charge(max(body.n * body.prompts - 1, 0))
         self._progress = RelayProgress(gateway, context, key)
-        exclude, separable = await self._excluded(), is_separable(body, self._endpoint, self._served.engine)
+        exclude = self._relay.all_but(kept, self._served.exclude)
+        separable = is_separable(body, self._endpoint, self._served.engine)
         placement = self._placement = await self._relay.place(
             context, body, key, exclude, client=context.key_name, separable=separable
         )
@@ -200,13 +209,15 @@ class Exchange:
             placement.cancel()
             self._hang_up()
 
-    async def _excluded(self) -> frozenset[str]:
-        """Workers that it must not go to: those of other models, and all but the one that keeps what is asked for."""
-        endpoint, exclude = self._endpoint, self._served.exclude
-        named = self._scope["path_params"].get("id") if endpoint.by_id else self._body.previous_response_id
-        if named is None:
-            return exclude
-        return self._relay.all_but(await self._relay.keeper_of(named), exclude)
+    async def _kept(self) -> KeptAnswer | None:
+        """Where the answer is kept that is asked for, or gone on from; None where there is none, or nobody knows."""
+        by_id = self._endpoint.by_id
+        return await self._relay.kept(self._scope["path_params"]["id"] if by_id else self._body.previous_response_id)
+
+    @property
+    def _resumable(self) -> bool:
+        """Whether the stream that passes can be gone on with elsewhere, now."""
+        return self._passing is not None and self._passing[0].resumable
 
     def _hang_up(self) -> None:
         if self._answer is not None:
@@ -313,15 +324,16 @@ class Exchange:
             pass  # so does the other
         except TransportError as error:
             self._keep_away(place)
-            if self._answer is not None and (self._resumable or not self._began):
-                self._answer.break_off(TransportError(str(error)))
+            self._break_off(str(error))
             return
         self._placement.prefilled()
 
     async def _prefilled(self, place: PrefillPlace, data: bytes) -> bytes:
-        """The whole answer of the server that prefills. Raises `TransportError` for any but a good one."""
+        """The whole answer of the server that prefills, which is hung up on where nobody waits for it any more. Raises
+        `TransportError` for any but a good one."""
+        answer: Answer | None = None
         stall: Stall | None = None
-        limit = self._gateway.config.stalled_after_seconds * PATIENCE
+        limit = self._gateway.config.stalled_after_seconds
 
         def sent(answer: Answer) -> None:
             nonlocal stall
@@ -336,7 +348,6 @@ class Exchange:
                 parts.append(part)
                 size += len(part)
                 if size > ANSWER_BYTES_MAX:
-                    answer.close()
                     raise TransportError(f"the server that prefills answers more than {ANSWER_BYTES_MAX} bytes")
             if answer.status != 200:
                 raise no_prefill(answer.status, b"".join(parts))
@@ -344,6 +355,8 @@ class Exchange:
         finally:
             if stall is not None:
                 stall.cancel()
+            if answer is not None:
+                answer.close()
 
     def _keep_away(self, place: PrefillPlace) -> None:
         self._placement.failed_workers.add(place.worker)
@@ -361,8 +374,12 @@ class Exchange:
 
     def _lost(self) -> None:
         """The placement's server is lost, or its client's time is over."""
+        self._break_off(f"worker {self._placement.worker} is lost")
+
+    def _break_off(self, text: str) -> None:
+        """Do without the answer, where the request can go on elsewhere."""
         if self._answer is not None and (self._resumable or not self._began):
-            self._answer.break_off(TransportError(f"worker {self._placement.worker} is lost"))
+            self._answer.break_off(TransportError(text))
 
     # --- the answer ---------------------------------------------------------------------------------------------------
 
@@ -370,7 +387,7 @@ class Exchange:
         """What of the body there must be before a byte of it is passed on: of a stream some, an error or output among
         it; of another one all, if it is not too long. Raises `TransportError`, also for a stream that only begins."""
         if _is_stream(answer):
-            stall = Stall(answer, self._gateway.config.stalled_after_seconds * PATIENCE)
+            stall = Stall(answer, self._gateway.config.stalled_after_seconds)
             try:
                 first = await answer.read()
                 while first and is_opening(self._endpoint.kind, first) and (more := await answer.read()):
@@ -439,13 +456,13 @@ class Exchange:
     async def _pass_stream(self, answer: Answer, first: bytes, key: RoutingKey) -> None:
         """Pass on a stream, and go on elsewhere where it breaks off and that can be done."""
         may_go_on = answer.status == 200 and self._relay.can_remember(self._body)
-        self._resumable = may_go_on and names_enough(self._body, first)
+        resumable = may_go_on and names_enough(self._body, first)
         reader = usage_reader(self._endpoint, True, remove_usage=bool(self._body.usage_changes()))
-        await self._begin(answer, RESUMABLE if self._resumable else RELAY)
         stream = PassingStream(
-            self._endpoint.kind, reader, resumable=self._resumable, cumulative=self._placement.info.cumulative
+            self._endpoint.kind, reader, resumable=resumable, cumulative=self._placement.info.cumulative
         )
         self._passing = stream, reader
+        await self._begin(answer, RESUMABLE if resumable else RELAY)
 
         def take(part: bytes) -> bytes:
             self._placement.saw_output()
@@ -462,7 +479,7 @@ class Exchange:
             await self._write(take(first))
             while not await self._flow(answer, stream, take):
                 found = await self._found(stream)
-                if found.finish_reason is not None or found.has_all(self._body.max_tokens):
+                if found.finish_reason is not None or found.has_all(output_limit(self._body)):
                     end = closing(found, await self._prompt_tokens(key), self._body.include_usage)
                     self._progress.left(reader, found.tokens, found.reason or "length")
                     self._placement.finish(found.tokens)
@@ -483,8 +500,7 @@ class Exchange:
         """Pass on what comes until the answer is whole; False where it was lost and may be gone on with. Raises
         `TransportError` where it may not."""
         self._answer = answer
-        limit = self._gateway.config.stalled_after_seconds
-        stall = Stall(answer, limit if stream.resumable else limit * PATIENCE)
+        stall = Stall(answer, self._gateway.config.stalled_after_seconds, stream)
         connection = self._connection
         try:
             if connection is None:
@@ -587,7 +603,7 @@ class Exchange:
     def _pin(self, reader: UsageReader) -> None:
         """Remember where an answer is kept that may be asked for again."""
         if self._endpoint.kind == "responses" and reader.answer_id is not None:
-            self._relay.pinned.put(reader.answer_id, self._placement.worker)
+            self._relay.pinned.put(reader.answer_id, KeptAnswer(self._placement.worker, self._context.model))
 
     def _count_unfinished(self) -> None:
         """Count what a client was sent of an answer that ends before it is whole."""
@@ -612,13 +628,20 @@ class Exchange:
 
 
 class Stall:
-    """Breaks an answer off that has been silent for too long."""
+    """Breaks an answer off that has been silent for too long: `limit_seconds` where `stream` can go on elsewhere, else
+    `PATIENCE` times that."""
 
-    def __init__(self, answer: Answer, limit_seconds: float) -> None:
+    def __init__(self, answer: Answer, limit_seconds: float, stream: PassingStream | None = None) -> None:
         self._answer = answer
-        self._limit = limit_seconds
+        self._limit_seconds = limit_seconds
+        self._stream = stream
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(limit_seconds, self._look)
+        self._timer = self._loop.call_later(self._limit, self._look)
+
+    @property
+    def _limit(self) -> float:
+        is_resumable = self._stream is not None and self._stream.resumable
+        return self._limit_seconds if is_resumable else self._limit_seconds * PATIENCE
 
     def cancel(self) -> None:
         """It is over."""

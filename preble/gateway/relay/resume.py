@@ -38,11 +38,8 @@ _SAMPLING = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "seed", "sampling_seed", "stop", "stop_token_ids", "ignore_eos", "n"}
     | {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "include_stop_str_in_output"}
 )
-_LIMITS = {
-    "chat": ("max_completion_tokens", "max_tokens"),
-    "completions": ("max_tokens",),
-    "generate": ("max_new_tokens",),
-}
+_LIMITS = {"chat": ("max_completion_tokens", "max_tokens"), "completions": ("max_tokens",)}
+COMPLETION_TOKENS, GENERATE_TOKENS = 16, 128  # the limits that engines take where none is named
 _PLAIN = {
     "chat": _COMMON | _SAMPLING | {"messages", "max_tokens", "max_completion_tokens", "chat_template_kwargs"},
     "completions": _COMMON | _SAMPLING | {"prompt", "max_tokens"},
@@ -62,13 +59,33 @@ def can_resume(body: RelayedBody) -> bool:
     options = body.small("stream_options") or {}
     if not isinstance(options, dict) or options.keys() - {"include_usage"}:
         return False
+    sampling = body.value("sampling_params") or {}
+    if not isinstance(sampling, dict) or sampling.keys() - _SAMPLING - {"max_new_tokens"}:
+        return False
+    if not all(type(limit) is int for limit in _limits(body).values()):
+        return False  # engines may take it for a number
     if kind == "chat":
         return body.given("messages")
     if kind == "completions":
         return _is_text(body, "prompt")
-    sampling = body.value("sampling_params") or {}
-    plain = isinstance(sampling, dict) and not sampling.keys() - _SAMPLING - {"max_new_tokens"}
-    return plain and (_is_text(body, "text") or (body.given("input_ids") and not body.given("text")))
+    return _is_text(body, "text") or (body.given("input_ids") and not body.given("text"))
+
+
+def output_limit(body: RelayedBody) -> int | None:
+    """The most output tokens that an engine makes for a body that can be gone on with; None where there is no limit."""
+    return next(iter(_limits(body).values()), None)
+
+
+def _limits(body: RelayedBody) -> dict[str, Any]:
+    """What bounds the output, by the names of its fields; the first one counts. Where none is given, what engines take
+    then."""
+    kind = body.endpoint.kind
+    if kind == "generate":
+        limit = (body.value("sampling_params") or {}).get("max_new_tokens", GENERATE_TOKENS)
+        return {} if limit is None else {"max_new_tokens": limit}
+    if kind == "completions" and "max_tokens" not in body.fields:
+        return {"max_tokens": COMPLETION_TOKENS}
+    return {name: body.small(name) for name in _LIMITS[kind] if body.given(name)}
 
 
 def names_enough(body: RelayedBody, first: bytes) -> bool:
@@ -99,6 +116,7 @@ class Emitted:
     envelope: dict[str, Any] = field(default_factory=dict)  # of the first event
     has_role: bool = False
     finish_reason: Any = None
+    has_usage: bool = False  # in an event of its own
     is_cumulative: bool = False  # each event repeats all text
 
     @property
@@ -137,6 +155,7 @@ def _take(found: Emitted, event: dict[str, Any]) -> bool:
     choices = event.get("choices")
     if not isinstance(choices, list) or len(choices) > 1 or "error" in event:
         return False
+    found.has_usage |= not choices and isinstance(event.get("usage"), dict)
     for choice in choices:
         if not isinstance(choice, dict) or choice.get("index") not in (0, None) or choice.get("logprobs"):
             return False
@@ -175,13 +194,10 @@ def continuation(body: RelayedBody, found: Emitted) -> dict[str, bytes] | None:
     be said."""
     if not found.text and not found.token_ids:
         return {}
-    limits: dict[str, bytes] = {}
+    left = {name: max(limit - found.tokens, 1) for name, limit in _limits(body).items()}
     if body.endpoint.kind == "generate":
-        return _continued_generate(body, found)
-    for name in _LIMITS[body.endpoint.kind]:
-        given = body.small(name)
-        if type(given) is int:
-            limits[name] = b"%d" % max(given - found.tokens, 1)
+        return _continued_generate(body, found, left)
+    limits = {name: _encode(count) for name, count in left.items()}
     if body.endpoint.kind == "completions":
         return {"prompt": _encode(str(body.value("prompt")) + found.text), **limits}
     messages = body.value("messages")
@@ -196,12 +212,8 @@ def continuation(body: RelayedBody, found: Emitted) -> dict[str, bytes] | None:
     }
 
 
-def _continued_generate(body: RelayedBody, found: Emitted) -> dict[str, bytes] | None:
-    sampling = dict(body.value("sampling_params") or {})
-    given = sampling.get("max_new_tokens", 128)  # what SGLang takes where none is named
-    if type(given) is int:
-        sampling["max_new_tokens"] = max(given - found.tokens, 1)
-    changes = {"sampling_params": _encode(sampling)}
+def _continued_generate(body: RelayedBody, found: Emitted, left: dict[str, int]) -> dict[str, bytes] | None:
+    changes = {"sampling_params": _encode({**(body.value("sampling_params") or {}), **left})}
     if body.given("text"):
         return {"text": _encode(str(body.value("text")) + found.text), **changes}
     ids = body.value("input_ids")
@@ -267,14 +279,14 @@ def _add(counts: dict[str, Any], name: str, by: int) -> None:
 
 
 def closing(found: Emitted, prompt_tokens: int, include_usage: bool) -> bytes:
-    """The events that end a stream whose tokens have all come, and whose server has not said so."""
+    """The events that end a stream whose tokens have all come, as far as its server has not sent them."""
     events: list[dict[str, Any]] = []
     kind = "chat.completion.chunk" if found.kind == "chat" else "text_completion"
     envelope = {**found.envelope, "object": kind}
     if found.finish_reason is None and found.kind != "generate":
         body: dict[str, Any] = {"delta": {}} if found.kind == "chat" else {"text": ""}
         events.append({**envelope, "choices": [{"index": 0, **body, "logprobs": None, "finish_reason": "length"}]})
-    if include_usage:
+    if include_usage and not found.has_usage:
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": found.tokens}
         events.append({**envelope, "choices": [], "usage": {**usage, "total_tokens": prompt_tokens + found.tokens}})
     return b"".join(b"data: " + one + b"\n\n" for one in (*map(_encode, events), DONE_DATA))

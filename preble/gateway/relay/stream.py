@@ -9,14 +9,17 @@ Between two events, where nothing is held back, the way is open for those that n
 
 from __future__ import annotations
 
+import re
+
 from .plain_events import PlainEvents
-from .resume import DONE_DATA, Continued, Emitted, emitted_by
+from .resume import Continued, Emitted, emitted_by
 from .stream_errors import server_fault
 from .usage import UsageReader
 
 REMEMBERED_BYTES = 1 << 20
 EVENT_BYTES = 256 << 10
 _END = b"\n\n"
+_DONE = re.compile(rb"^data: ?\[DONE\]", re.MULTILINE)  # a line of its own: in JSON there is none
 
 
 class PassingStream:
@@ -60,9 +63,9 @@ class PassingStream:
             cut = cut if cut >= len(_END) else 0
             data, self._held = data[:cut], data[cut:]
             if len(self._held) > EVENT_BYTES:
-                data += self._forget()
+                self._forget()
                 self._continued = None
-                return self._reader.feed(data)
+                return self._reader.feed(data + self._let_go())
         if self._continued is not None:
             events = [self._continued.event(event) for event in data.split(_END)[:-1]]
             data = b"".join(event + _END for event in events if event)
@@ -71,11 +74,12 @@ class PassingStream:
             data = data[: fault.start]
         if not data:
             return b""
-        if self.resumable:
-            self._remember(data)
+        if self.resumable and not self._remembers(data) and self._continued is None:
+            data += self._let_go()
         return self._reader.feed(data)
 
-    def _remember(self, data: bytes) -> None:
+    def _remembers(self, data: bytes) -> bool:
+        """Remember what passes, unless it is too much by now; then nothing is."""
         plain = self.plain
         if self.cumulative and len(plain.events) > 1:
             plain.size -= len(plain.events.pop())
@@ -83,10 +87,11 @@ class PassingStream:
         plain.size += len(data)
         if plain.size > REMEMBERED_BYTES:
             self._forget()
+        return self.resumable
 
     def end(self) -> bytes:
         """The server has sent all; what goes on to the client at the end."""
-        held, self._held = self._held, b""
+        held = self._let_go()
         rest = self._reader.feed(held) if held else b""
         return rest + self._reader.end()
 
@@ -98,7 +103,7 @@ class PassingStream:
     @property
     def is_ended(self) -> bool:
         """Whether the last event that passed is the one that ends a stream; not known where nothing is remembered."""
-        return not self.resumable or any(DONE_DATA in event for event in self.plain.events[-2:])
+        return not self.resumable or any(_DONE.search(event) for event in self.plain.events[-2:])
 
     def emitted(self) -> Emitted | None:
         """What the client has been sent; None where that cannot be gone on with."""
@@ -110,10 +115,13 @@ class PassingStream:
         self.plain.is_open = False
         self._continued = Continued(found)
 
-    def _forget(self) -> bytes:
-        """Go on as any other stream; what was held back."""
-        held, self._held = self._held, b""
+    def _forget(self) -> None:
+        """Go on as any other stream."""
         self.resumable = self.plain.remembers = False
         self.plain.events.clear()
         self.plain.size = 0
+
+    def _let_go(self) -> bytes:
+        """What was held back of an event that is not whole, and is no more."""
+        held, self._held = self._held, b""
         return held

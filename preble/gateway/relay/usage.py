@@ -223,8 +223,28 @@ class UsageReader:
             self.finish_reasons += (reason["type"],)
 
 
+class CountedBefore(UsageReader):
+    """Of an answer that was counted when it was made, and is asked for again: it has no tokens, whatever it says."""
+
+    def __init__(self, endpoint: Endpoint, stream: bool) -> None:
+        super().__init__(endpoint, stream)
+        self.prompt_tokens = self.output_tokens = 0
+        self.finish_reasons = ("stop",)
+
+    def feed(self, chunk: bytes) -> bytes:
+        """All is passed on."""
+        self.first_token = self._stream
+        return chunk
+
+    def end(self) -> bytes:
+        """Nothing was held back."""
+        return b""
+
+
 def usage_reader(endpoint: Endpoint, stream: bool, *, remove_usage: bool = False) -> UsageReader:
     """A reader for one answer."""
+    if endpoint.by_id:
+        return CountedBefore(endpoint, stream)
     return UsageReader(endpoint, stream, remove_usage=remove_usage)
 
 

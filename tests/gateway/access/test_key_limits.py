@@ -72,8 +72,26 @@ def test_what_a_key_has_used_outlives_a_reload_also_of_its_table() -> None:
     assert same.limits is spent and same.name == "team"
     other = KeyTable(key="limited-key", token_budget=300, models=["m"])
     changed = grants(Keys([], [], None, clock, tables=[other], before=first), "limited-key")
-    assert changed.limits is not None and changed.limits.used_tokens == 200 and changed.models == {"m"}
+    assert changed.limits is not None and changed.limits.used.count == 200 and changed.models == {"m"}
     assert grants(Keys(["limited-key"], [], None, clock, before=first), "limited-key").limits is None
+
+
+def test_a_request_that_runs_through_a_reload_uses_up_the_budget_of_the_new_table() -> None:
+    clock = ManualClock()
+    first = Keys([], [], None, clock, tables=[LIMITED])
+    running = grants(first, "limited-key").limits
+    other = KeyTable(key="limited-key", token_budget=300)
+    second = Keys([], [], None, clock, tables=[other], before=first)
+    third = Keys([], [], None, clock, tables=[LIMITED], before=second)
+    assert running is not None
+    running.take()
+    running.spend(200)
+    for known, why in ((second, None), (third, None)):
+        now = grants(known, "limited-key").limits
+        assert now is not None and now.used.count == 200 and refused(now) is why
+    running.spend(100)
+    now = grants(second, "limited-key").limits
+    assert now is not None and refused(now) == ("insufficient_quota", None)
 
 
 def test_a_key_without_limits_may_use_every_model_and_one_with_models_only_those() -> None:

@@ -409,6 +409,20 @@ def test_after_a_stop_streams_may_end_and_new_ones_are_refused() -> None:
     assert peer.transport.closed
 
 
+def test_what_a_stream_still_says_that_was_refused_after_a_stop_ends_no_other() -> None:
+    peer = Peer()
+    peer.greet(open_stream(1))
+    peer.connection.stop()
+    peer.transport.take()
+    said = peer.send(
+        open_stream(3) + frame(DATA, 0, 3, b"x") + frame(HEADERS, 0x5, 3, BLOCK) + frame(RST, 0, 3, bytes(4))
+    )
+    assert said == [(RST, 0, 3, struct.pack(">I", http2.REFUSED_STREAM))]
+    assert not peer.transport.closed and len(peer.calls) == 1
+    peer.calls[0].stream.head(b"\x88", end=True)
+    assert [one[:3] for one in peer.transport.take()][0] == (HEADERS, 0x5, 1) and peer.transport.closed
+
+
 LATE = frame(HEADERS, 0x4, 5, BLOCK)
 
 

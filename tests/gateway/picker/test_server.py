@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from preble.gateway.picker.messages import (
@@ -112,6 +113,23 @@ async def test_one_message_with_megabytes_is_taken() -> None:
         answers = await read(call, 2)
         assert named(answers[1]) == plane.servers[0].worker
         call.cancel()
+        await plane.settled()
+
+
+@asynchronous
+async def test_bounds_that_change_while_it_runs_hold_for_what_comes_then() -> None:
+    long = BODY[:-1] + b',"pad":"' + b"x" * (2 << 20) + b'"}'
+    async with picking(ScriptedServer(), max_body_bytes=1024, max_live_requests=1) as plane:
+        more = {"max_body_bytes": 4 << 20, "max_live_requests": 10}
+        plane.gateway.configure(msgspec.structs.replace(plane.gateway.config, **more))
+        async with channel(plane) as connection:
+            calls = [process(connection) for _ in range(5)]
+            for call in calls:
+                await call.write(request_headers(modes=(2, FULL_DUPLEX)))
+                await call.write(body(long))
+                assert named((await read(call, 2))[1]) == plane.servers[0].worker
+            for call in calls:
+                call.cancel()
         await plane.settled()
 
 

@@ -15,6 +15,7 @@ from preble.gateway.relay.body import RelayedBody, edited, read_body
 from preble.gateway.relay.endpoints import ENDPOINTS, Endpoint
 
 BY_PATH = {endpoint.path: endpoint for endpoint in ENDPOINTS}
+BATCH = BY_PATH["/v1/chat/completions/batch"]
 CHAT, COMPLETIONS, GENERATE = (BY_PATH[path] for path in ("/v1/chat/completions", "/v1/completions", "/generate"))
 
 SPACE = st.sampled_from(["", " ", "\n\t ", "\r\n"])
@@ -109,6 +110,14 @@ def test_what_is_no_object_is_refused(data: bytes) -> None:
             {"stream": "no", "n": "x", "max_tokens": -1, "model": 5},
             {"stream": False, "n": 1, "max_tokens": None, "model": None},
         ),
+        *(
+            (CHAT, {"n": many, "max_tokens": many}, {"n": 64, "max_tokens": 64})
+            for many in (64.0, "64", " +64.0", "6_4")
+        ),
+        *((CHAT, {"n": odd}, {"n": 1}) for odd in (64.5, "64.5", "nan", "inf", True, [64])),
+        (BATCH, {"messages": [[{"role": "user"}]] * 50, "n": 2}, {"prompts": 50, "n": 2}),
+        (BY_PATH["/inference/v1/generate"], {"sampling_params": {"n": 8}}, {"n": 8}),
+        (CHAT, {"messages": [{"role": "user"}] * 50}, {"prompts": 1}),
         (CHAT, {"stream_options": {"include_usage": True}}, {"include_usage": True}),
         (CHAT, {"cache_salt": "s"}, {"salt": "s"}),
         (CHAT, {"cache_salt": "s", "extra_key": "k"}, {"salt": "s\x1fk"}),

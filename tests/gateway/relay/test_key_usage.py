@@ -70,6 +70,30 @@ async def test_a_key_may_use_its_models_only_and_sees_no_others() -> None:
         await front.settled()
 
 
+@pytest.mark.parametrize(
+    ("models", "lora_path", "status"),
+    [
+        (["a"], ..., 200), (["a"], None, 200), (["a"], "", 200), (["a"], [None, None], 200),
+        (["a"], "lora-1", 403), (["a"], ["lora-1"], 403), (["a"], [None, "lora-1"], 403),
+        (["a"], 5, 403), (["a"], [["lora-1"]], 403), (["a"], {"name": "lora-1"}, 403),
+        (["a", "lora-1"], [None, "lora-1"], 200), (["a", "a:lora-1"], "lora-1", 200), ([], "lora-1", 200),
+        (["a", "b:lora-1"], "lora-1", 403),
+    ],
+)  # fmt: skip
+@asynchronous
+async def test_a_key_may_use_no_other_adapters_beside_its_models(
+    models: list[str], lora_path: Any, status: int
+) -> None:
+    server = ScriptedServer(whole, model="a", adapters=["lora-1"])
+    more = {} if lora_path is ... else {"lora_path": lora_path}
+    async with serving(server, keys=[KeyTable(key="a-key", models=models)]) as front:
+        for path, body in ((CHAT, asking("a")), ("/generate", {"text": "hi"})):
+            found, _, answer = await front.post(path, {**body, **more}, bearer("a-key"))
+            assert found == status and (status == 200 or json.loads(answer)["error"]["code"] == "model_not_allowed")
+        assert len(server.calls) == (2 if status == 200 else 0)
+        await front.settled()
+
+
 @asynchronous
 async def test_what_named_keys_use_is_counted_and_why_they_are_refused() -> None:
     servers = ScriptedServer(whole, model="tiny"), ScriptedServer(whole, model="big")

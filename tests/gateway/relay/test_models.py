@@ -6,16 +6,21 @@ import json
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import msgspec
 import pytest
 
 from preble.errors import HandshakeRefused
+from preble.gateway.app import make_app
 from preble.gateway.core import models as models_module
+from preble.gateway.core.config_sources import Loaded
+from preble.gateway.core.config_tables import KeyTable
 from preble.gateway.core.models import NAMES_SHOWN_MAX
-from preble.gateway.relay.pinned import PinnedAnswers
+from preble.gateway.program import Reloading
+from preble.gateway.relay.pinned import KeptAnswer, PinnedAnswers
 from preble.transport.engine_servers.server_info import NAMES_MAX, ServedName, served_names
 from preble.transport.namespaces import joined
 from tests.support.relay import Call, Front, ScriptedServer, chat_answer, serving
-from tests.support.transport import ScriptedWorker, asynchronous, fast
+from tests.support.transport import ScriptedWorker, asynchronous, fast, until
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -152,6 +157,20 @@ async def test_names_of_the_configuration_are_the_only_ones_and_lead_to_the_mode
 
 
 @asynchronous
+async def test_names_of_the_configuration_change_at_a_reload() -> None:
+    async with gateway(server("a"), model_names=["gpt-4"]) as front:
+        loaded = [Loaded(front.gateway.config, {})]
+        reloading = Reloading(front.gateway, make_app(front.gateway), lambda: loaded[-1], [])
+        for names, statuses in ((["gpt-5"], (404, 200)), ([], (404, 404)), (["gpt-4"], (200, 404))):
+            loaded.append(Loaded(msgspec.structs.replace(front.gateway.config, model_names=names), {}))
+            reloading.ask()
+            await until(lambda: front.gateway.config == loaded[-1].config, "it is reloaded")
+            assert [card["id"] for card in (await listed(front))[1]["data"]] == (names or ["a"])
+            assert tuple([(await ask(front, name))[0] for name in ("gpt-4", "gpt-5")]) == statuses
+        await reloading.close()
+
+
+@asynchronous
 async def test_a_server_that_comes_or_goes_changes_what_is_served() -> None:
     a, b = server("a"), await server("b").start()
     async with gateway(a) as front:
@@ -238,10 +257,54 @@ async def test_an_answer_is_asked_for_where_it_is_kept() -> None:
         await front.settled()
 
 
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@asynchronous
+async def test_an_answer_that_is_asked_for_again_has_no_tokens_and_is_for_keys_of_its_model(streamed: bool) -> None:
+    usage = {"input_tokens": 500, "output_tokens": 5000}
+    kept = {"id": "resp_1", "status": "completed", "output": [], "usage": usage}
+
+    async def keeps(call: Call) -> None:
+        if streamed and call.path != "/v1/responses":
+            return await call.stream({"type": "response.output_text.delta"}, {"response": kept})
+        return await call.answer(kept)
+
+    keys = [
+        KeyTable(key="key-of-a", name="a", models=["a"], token_budget=10_000),
+        KeyTable(key="key-of-b", name="b", models=["b"]),
+        KeyTable(key="key-of-all", name="all"),
+    ]
+    server, other = ScriptedServer(keeps, kind="vllm", model="a"), ScriptedServer(keeps, kind="vllm", model="b")
+    async with gateway(server, other, keys=keys) as front:
+
+        async def status_of(key: str, path: str, body: Any = b"") -> int:
+            found, _, _ = await front.post(f"/v1/responses{path}", body, {"authorization": f"Bearer {key}"})
+            await front.settled()
+            return found
+
+        def counted() -> Any:
+            lines = front.gateway.metrics.own_text().decode().splitlines()
+            tokens = [one for one in lines if one[0] != "#" and "_tokens_total" in one and not one.endswith(" 0.0")]
+            return tokens, front.router.counters.output_tokens
+
+        assert await status_of("key-of-a", "", {"model": "a", "input": "hi"}) == 200
+        before = counted()
+        assert 'preble_output_tokens_total{model="a"} 5000.0' in before[0] and before[1] == 5000
+        for _ in range(3):
+            for key in ("key-of-a", "key-of-all"):
+                assert await status_of(key, "/resp_1/cancel") == 200
+        assert await status_of("key-of-b", "/resp_1/cancel") == 403
+        assert await status_of("key-of-b", "/unknown/cancel") == await status_of("key-of-a", "/unknown/cancel") == 404
+        assert len(server.calls) == 7 and not other.calls
+        assert await status_of("key-of-all", "/unknown/cancel") == 200, "some server says whether it has it"
+        assert counted() == before
+        assert front.router.counters.finished == 8
+
+
 def test_the_oldest_answers_are_forgotten_first() -> None:
     pinned = PinnedAnswers(3)
+    kept = [KeptAnswer(f"w{i}", "m") for i in range(4)]
     for i in range(4):
-        pinned.put(f"r{i}", f"w{i}")
-        pinned.put("r1", "w1") if i == 2 else None
-    assert [pinned.get(f"r{i}") for i in range(4)] == [None, "w1", "w2", "w3"] and len(pinned) == 3
+        pinned.put(f"r{i}", kept[i])
+        pinned.put("r1", kept[1]) if i == 2 else None
+    assert [pinned.get(f"r{i}") for i in range(4)] == [None, *kept[1:]] and len(pinned) == 3
     assert pinned.get(None) is None

@@ -12,8 +12,8 @@ import pytest
 from preble.errors import InvalidConfig, ProtocolError
 from preble.transport.engine_servers.server_info import ServerOptions, sglang_info, vllm_info
 from tests.gateway.relay.test_relay import BODY, CHAT, STREAMED, streamed, whole
-from tests.support.relay import STREAM_HEAD, Call, InOrder, ScriptedServer, chat_answer, serving
-from tests.support.transport import asynchronous
+from tests.support.relay import STREAM_HEAD, Call, InOrder, ScriptedServer, chat_answer, chat_events, serving
+from tests.support.transport import HANG_SECONDS, asynchronous, until
 
 BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [[1, 2]], "remote_port": 5600}
@@ -148,6 +148,38 @@ async def test_a_decode_server_that_says_nothing_is_left() -> None:
     async with serving(*servers, policy=InOrder(*servers), stalled_after_seconds=0.1) as front:
         status, headers, _ = await front.post(CHAT, STREAMED)
         assert status == 200 and headers["x-preble-worker"] == servers[2].worker
+        await front.settled()
+
+
+@pytest.mark.parametrize("why", ["client", "decode"])
+@asynchronous
+async def test_a_prefill_that_nobody_waits_for_is_hung_up(why: str) -> None:
+    begun, waits = asyncio.Event(), asyncio.Event()
+
+    async def begins(call: Call) -> None:
+        await call.stream(*chat_events("he", reason=None), end=False)
+        begun.set()
+        await waits.wait()
+
+    async def decodes(call: Call) -> None:
+        await begun.wait()
+        if why == "decode":
+            call.reset()
+        await waits.wait()
+
+    servers = pair("sglang", begins, decodes, ScriptedServer(streamed))
+    for server in servers:
+        await server.start()
+    async with serving(*servers, policy=InOrder(*servers)) as front:
+        asking = asyncio.ensure_future(front.post(CHAT, STREAMED))
+        if why == "client":
+            await until(lambda: begun.is_set() and servers[1].calls, "both have it")
+            asking.cancel()
+        else:
+            status, headers, _ = await asking
+            assert status == 200 and headers["x-preble-worker"] == servers[2].worker
+        for server in servers[: 2 if why == "client" else 1]:
+            await asyncio.wait_for(server.calls[0].gone.wait(), HANG_SECONDS)
         await front.settled()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("uvicorn")
 
 from preble.gateway.relay.endpoints import POSTS, Endpoint
 from preble.gateway.relay.plain_events import PlainEvents
+from preble.gateway.relay.resume import Emitted
 from preble.gateway.relay.stream import REMEMBERED_BYTES, PassingStream
 from preble.gateway.relay.usage import usage_reader
 from preble.transport.engine_servers.chunks import of_chunks
@@ -164,3 +166,18 @@ def test_what_has_passed_counts_to_what_is_remembered() -> None:
     assert not stream.plain.events and stream.plain.size == 0
     assert len(client.written) > REMEMBERED_BYTES - 2 * len(long)
     assert stream.plain.take(chunk(PLAIN)) == 1 and not stream.plain.events
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["first", "going on"])
+@pytest.mark.parametrize("size", [2_000, 2_100, 2_500])
+def test_half_an_event_is_not_lost_where_too_much_has_passed_to_be_remembered(size: int, goes_on: bool) -> None:
+    stream = PassingStream("chat", usage_reader(CHAT, True), resumable=True)
+    if goes_on:
+        stream.go_on(Emitted("chat"))
+    event = PLAIN.replace(b'"a"', b'"%b"' % (b"a" * size))
+    parts, sent, passed = itertools.cycle([event + event[:100], event[100:] + event]), [], []
+    while stream.resumable:
+        sent.append(next(parts))
+        passed.append(stream.take(sent[-1]))
+    passed.append(stream.end())
+    assert b"".join(passed) == b"".join(sent)

@@ -7,6 +7,7 @@ import asyncio
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from preble.gateway.app import make_app
@@ -89,6 +90,30 @@ async def test_a_whole_answer_leaves_before_it_is_counted_and_is_counted_though_
         counted = front.gateway.metrics.own_text().decode()
         assert f'preble_http_requests_total{{model="tiny",route="{CHAT}",status="200"}} 1.0' in counted
         assert 'preble_output_tokens_total{model="tiny"} 3.0' in counted
+        await front.settled()
+
+
+MANY = {  # path, a body that asks for 65 choices, and whether they are choices
+    "n": (CHAT, {**BODY, "n": 65}, True),
+    "n, a float": (CHAT, {**BODY, "n": 65.0}, True),
+    "n, in quotes": (CHAT, {**BODY, "n": "65"}, True),
+    "prompts": ("/v1/completions", {"prompt": ["a"] * 65}, True),
+    "prompts and n": ("/generate", {"text": ["a"] * 13, "sampling_params": {"n": 5}}, True),
+    "conversations": ("/v1/chat/completions/batch", {"messages": [BODY["messages"]] * 65}, True),
+    "embeddings": ("/v1/embeddings", {"input": ["a"] * 65}, False),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "is_bound"), MANY.values(), ids=MANY)
+@asynchronous
+async def test_a_request_has_no_more_choices_than_one_may_have(path: str, body: Any, is_bound: bool) -> None:
+    server = ScriptedServer(whole)
+    async with serving(server) as front:
+        status, _, answer = await front.post(path, body)
+        assert (status, len(server.calls)) == ((400, 0) if is_bound else (200, 1))
+        assert not is_bound or json.loads(answer)["error"]["param"] == "n"
+        front.gateway.configure(msgspec.structs.replace(front.gateway.config, choices_max=65))
+        assert (await front.post(path, body))[0] == 200, "so many may be asked for"
         await front.settled()
 
 

@@ -11,7 +11,17 @@ import pytest
 
 from preble.gateway.relay.body import read_body
 from preble.gateway.relay.endpoints import ENDPOINTS
-from preble.gateway.relay.resume import can_resume, emitted_by
+from preble.gateway.relay.relay import PATIENCE, Stall
+from preble.gateway.relay.resume import (
+    COMPLETION_TOKENS,
+    Emitted,
+    can_resume,
+    continuation,
+    emitted_by,
+    output_limit,
+)
+from preble.gateway.relay.stream import REMEMBERED_BYTES, PassingStream
+from preble.gateway.relay.usage import usage_reader
 from preble.gateway.text.tokenizing import TextCodec
 from preble.transport.engine_servers.watch import ON_TIME_MIN, SIGNS_MIN, STALLED, UNSTARTED
 from tests.support.gateway import make_tokenizer
@@ -191,6 +201,50 @@ async def test_a_server_that_is_lost_to_the_router_loses_its_streams_too() -> No
 
 
 @asynchronous
+async def test_a_stream_too_long_to_be_remembered_is_left_to_a_server_that_is_lost_to_the_router() -> None:
+    ends = asyncio.Event()
+    events = chat_events(*["x" * (64 << 10)] * 17, reason=None)
+    last = chat_events(" last", opening=False)
+
+    async def script(call: Call) -> None:
+        await call.stream(*events, end=False)
+        await ends.wait()
+        await call.write(b"".join(chunk(event(one)) for one in (*last, b"[DONE]")) + b"0\r\n\r\n")
+
+    server = ScriptedServer(script)
+    await server.start()
+    async with serving(server) as front, front.send(CHAT, ASKED) as answer:
+        assert answer.headers["x-preble-mode"] == "relay-resumable"
+        size = sum(len(event(one)) for one in events)
+        begun = await answer.content.readexactly(size)
+        assert size > REMEMBERED_BYTES
+        await front.router.remove_worker(server.url)
+        ends.set()
+        assert events_of(begun + await answer.read()) == [*events, *last, None]
+
+
+@asynchronous
+async def test_a_stream_that_is_remembered_no_more_may_be_silent_for_longer() -> None:
+    class Silent:
+        is_paused, error = False, None
+        last_at = asyncio.get_running_loop().time()
+
+        def break_off(self, error: Exception) -> None:
+            self.error = str(error)
+
+    answer: Any = Silent()
+    stream = PassingStream("chat", usage_reader(BY_PATH[CHAT], True), resumable=True)
+    stall = Stall(answer, 1000.0, stream)
+    stream.take(event(b"x" * (REMEMBERED_BYTES + 1)))
+    for factor, error in ((1.0, None), (PATIENCE, "silent for 4000 s")):
+        stall.cancel()
+        answer.last_at = asyncio.get_running_loop().time() - 1000.0 * factor
+        stall._look()
+        assert answer.error == error
+    stall.cancel()
+
+
+@asynchronous
 async def test_events_of_several_tokens_are_counted_by_the_tokenizer(tmp_path: Path) -> None:
     codec = TextCodec(make_tokenizer(tmp_path), threads=1)
     try:
@@ -284,6 +338,67 @@ async def test_a_completion_goes_on_from_its_text() -> None:
         assert good.calls[0].json["prompt"] == "a b c" and good.calls[0].json["max_tokens"] == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "left"),
+    [
+        (COMPLETIONS, {"prompt": "a"}, {"max_tokens": 14}),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": None}, {"max_tokens": None}),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 5}, {"max_tokens": 3}),
+        (CHAT, {"messages": MESSAGES}, {}),
+        (CHAT, {"messages": MESSAGES, "max_completion_tokens": 9}, {"max_completion_tokens": 7}),
+        (GENERATE, {"text": "a"}, {"max_new_tokens": 126}),
+        (GENERATE, {"text": "a", "sampling_params": {"max_new_tokens": None}}, {"max_new_tokens": None}),
+    ],
+)
+def test_what_goes_on_is_bound_as_the_whole_was_also_by_the_engines_own_limits(path: str, body: Any, left: Any) -> None:
+    read = read_body(json.dumps({**body, "stream": True}).encode(), BY_PATH[path])
+    assert can_resume(read)
+    kind = read.endpoint.kind
+    whole = next((limit + 2 for limit in left.values() if limit is not None), None)
+    assert output_limit(read) == whole
+    changes = continuation(read, Emitted(kind, "b c", [5, 6], 2))
+    assert changes is not None
+    further = json.loads(read.edited(changes))
+    found = further["sampling_params"] if kind == "generate" else further
+    assert {name: limit for name, limit in found.items() if name.startswith("max_")} == left
+
+
+@asynchronous
+async def test_a_completion_without_a_limit_is_whole_with_as_many_tokens_as_engines_give_it() -> None:
+    event_of = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "tiny"}
+    events = [{**event_of, "choices": [{"index": 0, "text": " b", "finish_reason": None}]}] * COMPLETION_TOKENS
+    bad = ScriptedServer(then_broken(events, "reset"))
+    async with serving(bad) as front:
+        _, _, got = await front.post(COMPLETIONS, {"prompt": "a", "stream": True})
+        assert events_of(got)[-2]["choices"][0]["finish_reason"] == "length" and len(bad.calls) == 1
+        await front.settled()
+
+
+@asynchronous
+async def test_a_stream_that_only_says_that_it_ends_has_not_ended() -> None:
+    async def goes_on(call: Call) -> None:
+        await call.stream(*chat_events(" three", opening=False))
+
+    bad = ScriptedServer(then_broken(chat_events("data: [DONE] two", reason=None), "ended"))
+    good = ScriptedServer(goes_on)
+    await bad.start()
+    await good.start()
+    async with serving(bad, good, policy=InOrder(bad, good)) as front:
+        _, _, body = await front.post(CHAT, ASKED)
+        assert text_of(events_of(body)) == "data: [DONE] two three"
+        await front.settled()
+
+
+@asynchronous
+async def test_a_usage_that_has_passed_is_not_said_again_at_the_end() -> None:
+    events = [*chat_events("one", " two"), usage_event(prompt=9, output=2)]
+    bad = ScriptedServer(then_broken(events, "reset"))
+    async with serving(bad) as front:
+        _, _, body = await front.post(CHAT, {**ASKED, "stream_options": {"include_usage": True}})
+        assert events_of(body) == [*events, None] and len(bad.calls) == 1
+        await front.settled()
+
+
 @pytest.mark.parametrize("prompt", [{"text": "a"}, {"input_ids": [1, 2]}], ids=["text", "ids"])
 @asynchronous
 async def test_generate_goes_on_with_all_that_came_in_each_event(prompt: Any) -> None:
@@ -327,6 +442,9 @@ async def test_generate_goes_on_with_all_that_came_in_each_event(prompt: Any) ->
         (CHAT, {**ASKED, "something_new": 1}, False),
         (CHAT, {**ASKED, "stream_options": {"continuous_usage_stats": True}}, False),
         (COMPLETIONS, {"prompt": "a", "stream": True}, True),
+        *((COMPLETIONS, {"prompt": "a", "stream": True, "max_tokens": odd}, False) for odd in (100.0, "100", True)),
+        *((CHAT, {**ASKED, "max_completion_tokens": odd}, False) for odd in (100.0, "100", [])),
+        (GENERATE, {"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 100.0}}, False),
         (COMPLETIONS, {"prompt": ["a", "b"], "stream": True}, False),
         (COMPLETIONS, {"prompt": [1, 2], "stream": True}, False),
         (COMPLETIONS, {"prompt": "a", "stream": True, "echo": True}, False),
