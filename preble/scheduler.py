@@ -210,10 +210,10 @@ class GlobalScheduler(PairCalls):
         """What a live request belongs to by its client's word. `session` is kept in the decision record of
         `request_id` (an id or a Decision), where there is one, and moves no request. Of a request that has ended
         nothing is kept. Raises InvalidInput. O(1)."""
-        request_id = named_request(request_id)
+        named = named_request(request_id)
         if names_session(session) and self._recorder is not None:
             with self._lock:
-                self._recorder.on_session(request_id, session)
+                self._recorder.on_session(self.core.live_key(named), session)
 
     # --- KV from worker to worker -------------------------------------------------------------------------------------
 
@@ -244,11 +244,11 @@ class GlobalScheduler(PairCalls):
         should be sent to the worker that it is booked on: where that can take over KV from another for less than it
         takes to compute it, or `at_any_price`. From none of `exclude`, ids of workers. None where it should not;
         changes nothing but the count of pulls. Raises InvalidTokens, InvalidInput. O(tokens + workers)."""
-        moves, key = self._kv_moves, named_request(request_id)
+        moves, named = self._kv_moves, named_request(request_id)
         if moves is None:
             return None
         with self._lock:
-            lease: Mapping[str, Any] = self.core.lease(key) if key in self.core.leases else {}
+            _, lease = self._booking(named)
             worker, own = lease.get("worker"), lease.get("matched_tokens", 0)
         if worker is None:
             return None
@@ -273,9 +273,9 @@ class GlobalScheduler(PairCalls):
         check_int("cached_tokens", cached_tokens, 0, 2**31 - 1, InvalidInput)
         if transfer is not None:
             check_transfer(transfer)
-        key, now = named_request(request_id), self.now()
+        named, now = named_request(request_id), self.now()
         with self._lock:
-            booked: Mapping[str, Any] = self.core.lease(key) if key in self.core.leases else {}
+            key, booked = self._booking(named)
             if booked.get("worker") is None:
                 return False
             if self._kv_moves is not None and transfer is not None:
@@ -355,13 +355,13 @@ class GlobalScheduler(PairCalls):
         """Returns the seconds of its worker that a live request is booked for: the prefill of what is not estimated
         cached, and its expected output's part of a busy batch. 0.0 where `request_id` (an id or a Decision) is not
         booked. Changes nothing. Raises InvalidInput. O(1)."""
-        request_id = named_request(request_id)
+        named = named_request(request_id)
         with self._lock:
-            booked: Mapping[str, Any] = self.core.lease(request_id) if request_id in self.core.leases else {}
+            key, booked = self._booking(named)
             if booked.get("worker") is None:
                 return 0.0
             cost = cost_at(self.core, self._worker(booked["worker"]).index)
-            half = None if self._pairs is None else self._pairs.half_of(self.core.live_key(request_id))
+            half = None if self._pairs is None else self._pairs.half_of(key)
             matched = (booked if half is None else self.core.lease(half))["matched_tokens"]
         return service_of(cost, booked["prompt_tokens"], matched, booked["expected_output_tokens"])
 
@@ -467,9 +467,18 @@ class GlobalScheduler(PairCalls):
                 cached_first=spec.cached_first,
                 places=spec.max_running or 0,
             )
-            if spec.below_capacity_tokens:
-                self.core.tree.set_below(index, spec.below_capacity_tokens)
-            self._adopt(spec, index, False, cost, said)
+            try:
+                if spec.below_capacity_tokens:
+                    self.core.tree.set_below(index, spec.below_capacity_tokens)
+                self._adopt(spec, index, False, cost, said)
+            except BaseException:
+                self._workers.pop(spec.id, None)
+                if self._calibrator is not None:
+                    self._calibrator.closed(spec.id)
+                if self._pairs is not None:
+                    self._pairs.roles.pop(spec.id, None)
+                self.core.close_worker(index)
+                raise
         return spec
 
     def _adopt(
@@ -504,7 +513,10 @@ class GlobalScheduler(PairCalls):
             worker = self._worker(worker_id)
             worker.draining = True
             self.core.set_eligible(worker.index, False)
-        return self._membership.leave(worker_id, worker.index, now, seconds if worker.spec.role == BOTH else 0.0)
+            seconds = seconds if worker.spec.role == BOTH else 0.0
+        return self._membership.leave(
+            *(worker_id, worker.index, now, seconds), lambda: self._workers.get(worker_id) is worker
+        )
 
     def remove_worker(self, worker_id: str) -> list[Hashable]:
         """Forget `worker_id` and what it cached; returns its live requests' ids, which stay live until finished or
@@ -666,10 +678,10 @@ class GlobalScheduler(PairCalls):
     def _go_on(self, snapshot: Snapshot) -> None:
         """Become what a snapshot is of; this scheduler has no workers yet."""
         with self._lock:
+            self._clock, self._ahead_seconds = snapshot.clock_of(self._clock)  # first: `_adopt` gives halves back
             snapshot.fill(self._parts(), self._adopt)
             self._counts_here.update(snapshot.counts)
             self._reasons.update(snapshot.reasons)
-            self._clock, self._ahead_seconds = snapshot.clock_of(self._clock)
 
     # --- background ---------------------------------------------------------------------------------------------------
 
@@ -683,7 +695,7 @@ class GlobalScheduler(PairCalls):
         self._count("expired_nodes", self.core.tree.expire(at))
         self._membership.tick(at)
         before = at - self.config.lease_seconds
-        unseen = self.core.unseen_since(before)
+        unseen = self.core.unseen_since(before, at)
         if unseen:
             self._count("expired_leases", give_back(self.core, self._give_back, unseen, before, at))
         with self._lock:
@@ -775,6 +787,12 @@ class GlobalScheduler(PairCalls):
 
         with self._lock:
             return place_claimed(self, self._accounts(), claim, token_ids, list(iterable("exclude", exclude)), asked)
+
+    def _booking(self, named: Hashable) -> tuple[Hashable, Mapping[str, Any]]:
+        """The key and the booking of a request by its id; (None, {}) where it is not live. Under the lock. What hash
+        and equality of the id do comes first."""
+        key = self.core.live_key(named)
+        return key, {} if key is None else self.core.lease(key)
 
     def _count(self, what: str, times: int) -> None:
         if times:

@@ -63,6 +63,10 @@ class WorkerSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
             raise InvalidConfig(f"WorkerSpec.id must be a non-empty str, got {self.id!r}")
+        try:
+            self.id.encode()
+        except UnicodeEncodeError:
+            raise InvalidConfig(f"WorkerSpec.id must be text that UTF-8 can encode, got {self.id!r}") from None
         check_int("WorkerSpec.kv_capacity_tokens", self.kv_capacity_tokens, 1, 2**31 - 1)
         check_int("WorkerSpec.block_size", self.block_size, 1, 65_536)
         check_int("WorkerSpec.below_capacity_tokens", self.below_capacity_tokens, 0, 2**31 - 1)

@@ -42,6 +42,7 @@ from preble.errors import (
     QueueFull,
     UnknownWorker,
 )
+from preble.scheduling import policy_state
 
 FLAT = CostModel([(0, 0.001), (100_000, 100.001)])  # a millisecond a token, nothing else
 DOCUMENT = list(range(1000, 1100))
@@ -633,6 +634,42 @@ def test_workers_are_listed_with_their_specs_as_a_copy() -> None:
     assert sched.add_worker("c") == WorkerSpec("c")
 
 
+def test_a_worker_whose_name_cannot_be_encoded_leaves_nothing_behind() -> None:
+    """Regression: it failed after tree and bookings had it, and nobody could remove it any more."""
+    sched = scheduler("a")
+    before = sched.stats()
+    with pytest.raises(InvalidConfig, match="WorkerSpec.id"):
+        sched.add_worker("w\ud800")
+    with pytest.raises(UnicodeEncodeError):
+        sched.core.open_worker("w\ud800", 1000, 1, FLAT, 100.0)
+    assert sched.stats() == before
+    sched.check()
+    sched.add_worker("b")
+    assert sched.schedule(fresh(10), exclude=["a"]).worker == "b"
+    sched.check()
+    restored = GlobalScheduler.restore(sched.snapshot(), clock=ManualClock(100.0))
+    assert list(restored.workers) == ["a", "b"]
+    restored.check()
+
+
+def test_a_worker_for_which_a_policy_keeps_nothing_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with the paper's rule it failed half-way where nothing takes any time; later decisions did, too."""
+    free = CostModel([(0, 0.0)])
+    sched = GlobalScheduler(["a"], policy="e2-paper", cost_model=free, clock=ManualClock(100.0))
+    before = sched.stats()
+    monkeypatch.setattr(policy_state, "imbalance_share", lambda cost: 1 / 0)
+    for role in ("both", "prefill"):
+        with pytest.raises(ZeroDivisionError):
+            sched.add_worker(WorkerSpec("b", role=role))
+        assert sched.stats()["workers"] == before["workers"] and list(sched.workers) == ["a"]
+        sched.check()
+    assert sched._pairs is not None and sched._pairs.roles == {}
+    monkeypatch.undo()
+    sched.add_worker("b")
+    assert {sched.schedule(fresh(10), exclude=[name]).worker for name in "ab"} == {"a", "b"}
+    sched.check()
+
+
 def test_a_thousand_workers_work() -> None:
     sched = GlobalScheduler([f"w{i}" for i in range(1024)], clock=ManualClock(1.0))
     workers = [sched.schedule(fresh(20, 100 * i)).worker for i in range(1024)]
@@ -718,6 +755,37 @@ def test_a_burst_of_cancelled_requests_leaves_no_estimates() -> None:
         sched.cancel(decision.request_id)
     assert sched.match([*DOCUMENT, 0]).matched_tokens == {}
     assert sched.stats()["workers"]["a"]["cached_tokens"] == 0
+    sched.check()
+
+
+def test_a_late_cancel_takes_no_other_requests_hit_and_marks() -> None:
+    """Regression: a hit that had rolled off was taken back all the same, from another request that was being computed;
+    as nobody else seemed to have passed, the marks went with it."""
+    sched = scheduler("a", lease_seconds=600.0)
+    sched.schedule(DOCUMENT, request_id="old")
+    sched._clock.advance(550.0)
+    sched.schedule(DOCUMENT, request_id="new")
+    sched._clock.advance(51.0)
+    sched.tick()
+    assert list(sched.core.leases) == ["new"] and sched.stats()["expired_leases"] == 1
+    assert sched.core.tree.hits(DOCUMENT, 701.0) == 1.0
+    assert sched.match(DOCUMENT).matched_tokens == {"a": 99}
+    sched.cancel("new")
+    assert sched.core.tree.hits(DOCUMENT, 701.0) == 0.0
+    assert sched.match(DOCUMENT).matched_tokens == {}
+
+
+def test_a_hit_is_taken_back_from_the_window_in_which_it_was_counted() -> None:
+    """Regression: it was taken from the current one, so that the hit of a younger request rolled off too early."""
+    sched = scheduler("a")
+    sched.schedule(DOCUMENT, request_id="old")
+    sched._clock.advance(100.0)  # 200: the next window of 180 seconds
+    sched.schedule(DOCUMENT, request_id="new")
+    sched.cancel("old")
+    sched._clock.advance(170.0)  # 370: the one after that
+    sched.schedule(DOCUMENT, request_id="third")
+    sched.cancel("third")
+    assert sched.match(DOCUMENT).matched_tokens == {"a": 99}
     sched.check()
 
 
@@ -816,6 +884,23 @@ def test_a_lease_that_nobody_ends_expires_and_is_counted() -> None:
     assert (sched.stats()["expired_leases"], sched.stats()["live_requests"]) == (1, 1)
     assert not sched.finish("old") and sched.finish("young")
     assert sched.match(DOCUMENT).matched_tokens == {}, "nobody saw its first token"
+    sched.check()
+
+
+def test_a_lease_from_before_the_clock_went_back_holds_up_no_others_end() -> None:
+    """Regression: booked while the clock was a day ahead it is young for a day; those after it were not looked at."""
+    sched = scheduler("a", lease_seconds=60.0)
+    sched._clock.advance(86_400.0)
+    sched.schedule(DOCUMENT, request_id="ahead")
+    sched._clock.set(100.0)
+    for number in range(3):
+        sched.schedule(DOCUMENT, request_id=number)
+        sched._clock.advance(30.0)
+    sched.tick()  # 190
+    assert list(sched.core.leases) == ["ahead", 1, 2]
+    sched._clock.advance(60.0)
+    sched.tick()
+    assert list(sched.core.leases) == ["ahead"]
     sched.check()
 
 

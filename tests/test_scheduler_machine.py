@@ -254,7 +254,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """An engine reports which requests it has; estimates and load are those of so many cancellations."""
         name = self.worker(which)
         has = [request_id for place, request_id in enumerate(self.model.live) if place in told]
-        found = self.real.reconcile(name, has, grace_seconds=grace)
+        named = [request_id[3] if is_peer(request_id) else request_id for request_id in has]
+        found = self.real.reconcile(name, named, grace_seconds=grace)
         assert list(found.given_back) == self.model.reconcile(name, has, grace, self.clock())
 
     def pick(self, which: int, share: float | None) -> tuple[int, int | None]:

@@ -71,8 +71,8 @@ cdef class DecisionCore(E2):
 
     def open_worker(self, str name, int64_t capacity_tokens, uint32_t block_size, CostModel cost, double now,
                     *, bint cached_first=False, int64_t places=0) -> int:
-        """Give a worker an index, an empty cache and an empty account."""
-        cdef uint32_t index
+        """Give a worker an index, an empty cache and an empty account. An error changes nothing."""
+        cdef uint32_t index, number = crc32(name.encode())
         cdef Cost* own = <Cost*> malloc(sizeof(Cost))
         if own == NULL:
             raise MemoryError("DecisionCore.open_worker")
@@ -83,8 +83,10 @@ cdef class DecisionCore(E2):
                 self.grow(index + 1)
                 if self.timings is not None:
                     self.timings.open(index)
+                self.names.extend([None] * (index + 1 - len(self.names)))
+                names = (*self.names[:index], intern(name), *self.names[index + 1:])   # nobody counts references to it
                 self.loads.open(index, own, places, now)
-            except MemoryError:
+            except BaseException:
                 self.tree.drop_worker(index)
                 raise
         except BaseException:
@@ -94,11 +96,10 @@ cdef class DecisionCore(E2):
         self.state_rates(index)
         store32(&self.loads.rows[index].block_size, block_size)
         store32(&self.loads.rows[index].cached_first, cached_first)
-        store32(&self.loads.rows[index].name, crc32(name.encode()))
-        while len(self.names) <= index:
-            self.names.append(None)
-        self.names[index] = intern(name)         # without Python's lock nobody counts references to it then
-        self.publish_names()
+        store32(&self.loads.rows[index].name, number)
+        self.names[index] = names[index]
+        self.names_now = names
+        store64(&self.names_version, self.names_version + 1)
         self.set_eligible(index, True)
         return index
 
@@ -792,7 +793,7 @@ cdef class DecisionCore(E2):
         if self.loads.is_current(lease) and not lease.prefilled and self.is_remembered(lease):
             owner = self.tree.t.workers[lease.worker].key
             known = confirmed_tokens(&self.tree.t, self.leaf_walk(lease), owner)
-            take_back(&self.tree.t, lease.leaf, owner, known, now)
+            take_back(&self.tree.t, lease.leaf, owner, known, lease.booked_at, now)
         if lease.share:
             self.groups.taken_back(lease)
         self.loads.void_lease(lease, now)
@@ -833,7 +834,7 @@ cdef class DecisionCore(E2):
             lease = self.live_lease(self.lease_key(key))
             return INFINITY if lease == NULL else lease.booked_at + lease.renewed_seconds
 
-    def unseen_since(self, double then) -> list[object]:
+    def unseen_since(self, double then, double now) -> list[object]:
         """Keys of live requests booked before a time and not renewed since, in that order. O(those booked before)."""
         cdef PyObject* request
         cdef PyObject* key
@@ -843,7 +844,7 @@ cdef class DecisionCore(E2):
         with self.tree:
             while PyDict_Next(self.leases, &place, &request, &key):          # no other code runs in this loop
                 lease = self.live_lease(<int64_t> <object> key)
-                if lease != NULL and lease.booked_at >= then:
+                if lease != NULL and then <= lease.booked_at <= now:         # after `now`: the clock has gone back
                     break
                 if lease != NULL and lease.booked_at + lease.renewed_seconds < then:
                     found.append(<object> request)

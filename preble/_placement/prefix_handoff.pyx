@@ -8,9 +8,10 @@ asked in a decision that was not asked before.
 """
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.string cimport memset
 
 from preble._placement.bookings cimport DecisionCore
-from preble._cost cimport Lease, nanoseconds, prefill_seconds
+from preble._cost cimport Bucket, Lease, nanoseconds, prefill_seconds
 from preble._placement.e2 cimport ANY_REQUEST
 from preble._core.tree.layout cimport (Entry, EntryBlock, Mark, Node, Tree, Walk, end_of, generation, index_of,
                                        is_same_node, mark_at, node_at, run_end, worker_of)
@@ -271,6 +272,16 @@ def confirmed_on(DecisionCore core not None, token_ids, namespace, list workers)
     return found
 
 
+cdef void match_more(DecisionCore core, Lease* lease, uint32_t cached_tokens) noexcept nogil:
+    """More of a live request's prompt counts as cached; also in the slice it was booked in, from which it takes back
+    what its lease has."""
+    cdef Bucket change
+    memset(&change, 0, sizeof(Bucket))
+    change.matched_tokens = cached_tokens - lease.matched_tokens
+    core.loads.enter(lease, &change, 1)
+    lease.matched_tokens = cached_tokens
+
+
 def begin_after_transfer(DecisionCore core not None, request_id, uint32_t cached_tokens, double now) -> bool:
     """Book the prefill of a live request from `now` on, `cached_tokens` of its prompt having come to its worker. So
     what is ahead there, and what its first token will say of that worker's speed, are of the work that is really done.
@@ -293,7 +304,8 @@ def begin_after_transfer(DecisionCore core not None, request_id, uint32_t cached
         if lease.share:
             core.groups.corrected(lease, prefill_ns - lease.prefill_ns, 0)
         core.loads.correct_prefill(lease, prefill_ns)
-        lease.matched_tokens = max(lease.matched_tokens, cached_tokens)
+        if cached_tokens > lease.matched_tokens:
+            match_more(core, lease, cached_tokens)
         if now > lease.booked_at:
             lease.renewed_seconds = max(0.0, lease.renewed_seconds - (now - lease.booked_at))
             lease.booked_at = now

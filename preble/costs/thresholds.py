@@ -38,11 +38,11 @@ def imbalance_share(cost: Times) -> float:
 
     An iteration that decodes takes T and has room for n tokens of prefill, which alone would take n p. A worker whose
     decoding takes more than T / (T + n p) of its time does not fill that room. 1, which no share exceeds, where none
-    is free. Changes nothing; a dozen looks at the model.
+    is free, and where nothing takes any time. Changes nothing; a dozen looks at the model.
     """
     iteration = cost.iteration_time((), [0])
     prefill = free_prefill_tokens(cost) * cost.prefill_time(PROMPT_TOKENS, PROMPT_TOKENS) / PROMPT_TOKENS
-    return iteration / (iteration + prefill)
+    return iteration / (iteration + prefill) if iteration + prefill > 0.0 else 1.0
 
 
 def rebalance_ratio(cost: Times, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> float:

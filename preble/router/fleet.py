@@ -306,7 +306,8 @@ class Fleet:
     def scheduler(self, scheduler: GlobalScheduler) -> None:
         self._scheduler = scheduler
         for worker in self._by_id.values():
-            self.pulls.introduce(worker)
+            if worker.welcome is not None:
+                self._introduce_kv(worker, worker.welcome)
 
     @property
     def worker_ids(self) -> Collection[str]:
@@ -624,9 +625,14 @@ class Fleet:
         self._by_id[welcome.worker_id] = worker
         if welcome.role != BOTH:
             (self.server_roles if served else self.roles)[welcome.worker_id] = welcome.role
-            if served and welcome.engine == SGLANG:  # with one that does both it makes no pair
-                self.scheduler.can_move_kv(welcome.worker_id, SGLANG, GUESSED_TOKEN_BYTES)
-        self.pulls.introduce(worker, welcome)
+        self._introduce_kv(worker, welcome)
+
+    def _introduce_kv(self, worker: FleetWorker, welcome: wire.Welcome) -> None:
+        """Report to the scheduler with which others a worker, which it knows, can move KV."""
+        if is_server(worker.address) and welcome.engine == SGLANG and welcome.role != BOTH:
+            # With one that does both it makes no pair.
+            self.scheduler.can_move_kv(welcome.worker_id, SGLANG, GUESSED_TOKEN_BYTES)
+        self.pulls.introduce(welcome)
 
     @property
     def look_ahead_seconds(self) -> float | None:

@@ -104,8 +104,9 @@ def share_placed(own: SharedBookings, live: PlacedRequest, attempt: Attempt) -> 
 
 
 def share_first_token(own: SharedBookings, attempt: Attempt) -> None:
-    """An attempt's first token has come, and so its prefill elsewhere is over."""
-    own.first_token(attempt.wire_id, attempt.cached_tokens)
+    """An attempt's first token has come, and so its prefill elsewhere is over. What a worker has cached that decodes is
+    what it was handed."""
+    own.first_token(attempt.wire_id, None if attempt.pair is not None else attempt.cached_tokens)
     if attempt.pair is not None:
         own.ended(_of_prefill(attempt), 1)
 

@@ -8,7 +8,7 @@ one that is still running should be booked once, as it stands at the end. So whi
 
     placed       waits
     first token  reports that its prompt is cached, now: what was evicted afterwards is reported afterwards
-    ended        takes it out of those that wait, or ends what was booked before a break
+    ended        takes it out of those that wait, and ends what was booked before a break
     caught up    books those that still wait
 
 No socket, no clock; not thread-safe.
@@ -91,6 +91,8 @@ class PeerRequests:
             else:
                 del self._waiting[key]
                 self.counters.peer_requests_past += 1
+                if event.router != self._router_id:
+                    yield event  # it may have been booked before a break, and reported again since
 
     def _wait(self, placed: RequestPlaced) -> None:
         self._waiting.setdefault((placed.router, placed.request_id), (placed, None))

@@ -186,9 +186,18 @@ class Placement(PlacedRequest):
 
     def _note_stream(self) -> None:
         """Output of its stream comes from this attempt's server, and more is to come."""
-        if self._streamed and not self._streams and self.attempt is not None:
-            self._streams = True
-            self._link.stream_began()
+        if not self._streamed or self._streams or self.attempt is None:
+            return
+        if not self.attempt.first_seen:  # it was begun elsewhere, and goes on here
+            self._note_begun()
+        self._streams = True
+        self._link.stream_began()
+
+    def _note_begun(self) -> None:
+        """This attempt's prefill is done."""
+        if self.attempt is not None:
+            self._link.first_token_came(self.attempt.wire_id)
+        self._router.first_token_of(self)
 
     # --- what becomes of the request ----------------------------------------------------------------------------------
 
@@ -196,9 +205,7 @@ class Placement(PlacedRequest):
         """Output has begun. `cached_tokens` of the prompt were cached, where the server says so already."""
         self._stop_timer()
         self._note_cached(cached_tokens)
-        if self.attempt is not None:
-            self._link.first_token_came(self.attempt.wire_id)
-        self._router.first_token_of(self)
+        self._note_begun()
         self._streamed = self.is_streamed
         self._note_stream()
 

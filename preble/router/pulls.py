@@ -84,10 +84,9 @@ class Pulls:
         self._asked: dict[str, _AskedPull] = {}  # by wire id
         self._pulling: Counter[str] = Counter()  # pulls under way, by the worker that takes over
 
-    def introduce(self, worker: PullWorker, welcome: wire.Welcome | None = None) -> None:
+    def introduce(self, said: wire.Welcome) -> None:
         """Report to the scheduler whether a worker, which it knows, can move KV."""
-        said = welcome or worker.welcome
-        if said is not None and said.kv_endpoint and said.kv_layout and said.kv_token_bytes:
+        if said.kv_endpoint and said.kv_layout and said.kv_token_bytes:
             self._fleet.scheduler.can_move_kv(said.worker_id, said.kv_layout, said.kv_token_bytes)
 
     def asked_for(self, attempt: PullAttempt, live: PullRequest) -> PullFrom | None:
@@ -148,7 +147,8 @@ class Pulls:
             message.source_us * 1e-6,
             message.target_us * 1e-6,
         )
-        measured = transfer if asked.source and message.end != "joined" else None
+        is_declined = message.end == "refused" and not message.took_us
+        measured = transfer if asked.source and message.end != "joined" and not is_declined else None
         self._fleet.scheduler.pull_ended(asked.request_id, message.cached_tokens, asked.source, measured)
 
     def forget(self, wire_id: str) -> None:

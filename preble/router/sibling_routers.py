@@ -466,6 +466,8 @@ class _Sibling:
         if own and not self._is_spare:
             self._siblings.found_itself(self)
         self._is_spare = own or self._siblings.is_held_by_another(self, router_id)
+        if self._is_spare and self.bookings.router_id:
+            self.bookings.drop()  # of an earlier life
         return not self._is_spare
 
     def beat(self, silent_beats: int) -> None:

@@ -353,6 +353,7 @@ class LoadSampler:
             names = {name for _, _, name, _ in opened}
             self._keep_drains(names)
             name, index = self._turn.popleft() if self._turn else ("", 0)
+            joined = joined_at(self._core, index)
         if name not in names:  # it left, or drains; or there is nobody
             return
         try:
@@ -360,7 +361,8 @@ class LoadSampler:
         except UnknownWorker:  # it left just now
             return
         with self._core.tree:
-            if self._core.names[index] == name and name in self._rates:
+            is_same = self._core.names[index] == name and joined_at(self._core, index) == joined
+            if is_same and name in self._rates:
                 rates = self._rates[name]
                 self._drains[name] = Drain(name, lost, rates.prefill_load + rates.decode_load, now)
 

@@ -19,6 +19,7 @@ from .._placement.decision import Decision
 from .._placement.request_api import RequestApi, RequestHandle, finite_time, hashable, iterable, request_id_of
 from ..errors import InvalidInput, UnknownWorker
 from ..lazy_typing import TYPE_CHECKING, Any, dataclass
+from .peer_bookings import Cancel, is_peer
 
 if TYPE_CHECKING:
     from .._core.token_types import TokenIds
@@ -162,9 +163,6 @@ class Lease(RequestHandle):
 # --- bookings that nobody ends ----------------------------------------------------------------------------------------
 
 
-Cancel = Callable[[Hashable, float], bool]  # a live request, at a time; uncounted
-
-
 def give_back(core: DecisionCore, cancel: Cancel, keys: Iterable[Hashable], before: float, now: float) -> int:
     """Cancel those of the requests, by key, that were neither booked nor renewed since `before`; returns how many."""
     return sum(_give_back_unseen(core, cancel, key, before, now) for key in keys)
@@ -196,19 +194,32 @@ def reconcile(
     now: float,
 ) -> Reconciliation:
     """Bring the bookings of a worker in line with what its engine has: those it has are renewed, the others cancelled
-    unless they were seen since `before`. O(live requests + ids), the lock held for one cancellation at a time."""
+    unless they were seen since `before`. Bookings for other routers are renewed only: their end is those routers' to
+    report. O(live requests + ids), the lock held for one cancellation at a time."""
     with core.tree:
-        keys = {one: core.live_key(one) for one in live_request_ids}  # hash and equality of ids run here, and only here
+        peers = _peers_on(core, worker_id)
+        # Hash and equality of ids run here, and only here.
+        named = [(one, core.live_key(one), peers.get(one, ())) for one in dict.fromkeys(live_request_ids)]
         if worker_id not in core.names:
             raise UnknownWorker(f"worker {worker_id!r} was removed")
-        reported = {key for key in keys.values() if key is not None}
-        missing = [key for key in core.live_on(core.names.index(worker_id)) if key not in reported]
+        reported = {key for _, key, _ in named if key is not None}
+        live = core.live_on(core.names.index(worker_id))
+        missing = [key for key in live if key not in reported and not is_peer(key)]
         strange = {key for key in reported if _is_unknown(core, worker_id, key)}
-        for key in reported - strange:
+        for key in (reported - strange).union(*(theirs for _, _, theirs in named)):
             core.renew(key, now)
-    unknown = tuple(one for one, key in keys.items() if key is None or key in strange)
+    unknown = tuple(one for one, key, theirs in named if not theirs and (key is None or key in strange))
     given_back = tuple(key_value(key) for key in missing if _give_back_unseen(core, cancel, key, before, now))
     return Reconciliation(given_back, unknown)
+
+
+def _peers_on(core: DecisionCore, worker_id: str) -> dict[Hashable, list[Hashable]]:
+    """Keys of the bookings on a worker for other routers, by the ids that its engine knows their requests by."""
+    found: dict[Hashable, list[Hashable]] = {}
+    for key in core.live_on(core.names.index(worker_id)) if worker_id in core.names else ():
+        if is_peer(key):
+            found.setdefault(key[3], []).append(key)
+    return found
 
 
 def _is_unknown(core: DecisionCore, worker_id: str, key: Hashable) -> bool:

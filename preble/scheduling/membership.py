@@ -8,7 +8,7 @@ go to one other worker and not to several. Work is done in `tick`, one prefix in
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from heapq import nsmallest
 
 from .._placement.prefix_handoff import (
@@ -135,12 +135,13 @@ class Membership:
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
-    def leave(self, name: str, index: int, now: float, seconds: float) -> Handover:
-        """A worker drains: plan its handover, or hurry the one under way. UnknownWorker if it goes meanwhile."""
+    def leave(self, name: str, index: int, now: float, seconds: float, is_there: Callable[[], bool]) -> Handover:
+        """A worker drains: plan its handover, or hurry the one under way. UnknownWorker if it goes meanwhile.
+        `is_there`, asked under the lock: whether it is the same worker still, for another may have name and index."""
         plan = self._plan(index, now, seconds) if name not in self._leaving else None
         with self._lock:
             leaving = self._leaving.get(name, plan)
-            if self._core.names[index] != name or leaving is None:
+            if not is_there() or leaving is None:
                 raise UnknownWorker(f"worker {name!r} was removed while it was drained")
             if self._leaving.setdefault(name, leaving) is plan:
                 self._counts["left_out"] += leaving.left_out

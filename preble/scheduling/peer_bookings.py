@@ -20,11 +20,13 @@ from .._placement.bookings import DecisionCore
 from ..errors import InvalidInput
 from ..lazy_typing import TYPE_CHECKING, Any, dataclass
 from ..types import PrefixStored, RequestEnded, RequestPlaced, RequestPrefilled
-from .leases import Cancel
 
 if TYPE_CHECKING:
+    from typing import TypeGuard
+
     from .pairs.halves import PairHalves
 
+Cancel = Callable[[Hashable, float], bool]  # a live request, at a time; uncounted
 PEER_EVENTS = (PrefixStored, RequestPlaced, RequestPrefilled, RequestEnded)
 COUNTED = ("peer_requests", "peer_events_ignored")
 _TYPES = frozenset(PEER_EVENTS)
@@ -37,7 +39,7 @@ def peer_id(worker_id: str, router: str, request_id: str) -> PeerId:
     return (_MARK, worker_id, router, request_id)
 
 
-def is_peer(request_id: Hashable) -> bool:
+def is_peer(request_id: Hashable) -> TypeGuard[PeerId]:
     """Whether a live request was booked for another router."""
     return type(request_id) is tuple and len(request_id) == 4 and request_id[0] == _MARK
 

@@ -91,6 +91,11 @@ class ReplicatedPrefix:
     homes: dict[int, int] = field(default_factory=dict)  # child -> worker
     children: dict[int, tuple[int, int]] = field(default_factory=dict)  # child -> generation, prefix tokens
 
+    def add(self, worker: int) -> None:
+        """One more worker serves it, unless it does so already or as many do as may."""
+        if worker not in self.targets and len(self.targets) < COPIES_MAX:
+            self.targets.append(worker)
+
 
 def smoothed(known: dict[int, float], loads: Sequence[Load], passed: float, seconds: float) -> dict[int, float]:
     """Waits by worker, averaged over about `seconds`, when `passed` seconds have passed since `known`. A worker that is
@@ -204,16 +209,23 @@ class Rebalancer:
         return begun > 0
 
     def _holders(self, node: int, shares: Sequence[Group]) -> set[int]:
-        """The workers that serve a prefix: on purpose, or because they came to hold it."""
+        """The workers that serve a prefix, on purpose or because they came to hold it, or will once they are warm."""
         found = {share.worker for share in shares}
-        return found | set(self._copied[node].targets) if node in self._copied else found
+        with self._core.tree:
+            if node in self._copied:
+                found |= {*self._copied[node].targets, *(work.target for work in self._replicas(node))}
+        return found
+
+    def _replicas(self, node: int) -> list[Work]:
+        """The active plans that copy a prefix, oldest first."""
+        return [work for work in self._works.values() if work.group.node == node and work.plan.kind == REPLICA]
 
     def _move(self, groups: Sequence[Group], loads: Sequence[Load], now: float) -> bool:
         """Send prefixes of heavy workers to light ones."""
         begun = 0
         while self._ratio and begun < PLANS_A_TICK:
             resting = {node for node in {g.node for g in groups} if self._rests(node, now)[1]}
-            resting |= {work.group.node for work in self._works.values()} | self._copied.keys()
+            resting |= {work.group.node for work in list(self._works.values())} | self._copied.keys()
             proposal = propose_move(
                 groups, loads, self._moves(now), resting, self._recompute,
                 ratio=self._ratio, floor_seconds=self._floor_seconds,
@@ -227,7 +239,7 @@ class Rebalancer:
         """What the redirects have not moved yet: all of it when they begin, nothing when a window has passed."""
         return [
             Move(work.group.worker, work.target, work.group.window_seconds * left)
-            for work in self._works.values()
+            for work in list(self._works.values())  # without the lock: a worker may be removed meanwhile
             if work.plan.kind == REBALANCE and (left := 1.0 - (now - work.plan.made_at) / self._history_seconds) > 0.0
         ]
 
@@ -240,7 +252,7 @@ class Rebalancer:
         """Carry out what a tick proposes, unless an index it means is another worker's by now."""
         with self._core.tree:
             names, meant = self._core.names, self._looked_at
-            for worker in (proposal.group.worker, proposal.target):
+            for worker in (proposal.group.worker, proposal.target, *holders):
                 if worker >= len(meant) or names[worker] != meant[worker]:
                     return False
             return self.begin(proposal, now, holders) is not None
@@ -273,9 +285,10 @@ class Rebalancer:
         self.changes += 1
         self._made[plan.kind] += 1
         if plan.kind == REPLICA:
-            copied = self._copied.setdefault(group.node, ReplicatedPrefix(group, sorted(holders)))
+            served = sorted(holders) or [group.worker]
+            copied = self._copied.setdefault(group.node, ReplicatedPrefix(group, served))
             if not self._warm_up_seconds:
-                copied.targets.append(proposal.target)
+                copied.add(proposal.target)
         self._rest(group.node, now)
         return plan
 
@@ -298,6 +311,7 @@ class Rebalancer:
                 self.warmed(work.plan.id)
                 changed = True
         changed |= self._shrink(by_node(groups), now)
+        self._end_unserved(now)
         self._resting = {node: until for node, until in self._resting.items() if now < max(until)}
         return changed or len(self._works) != before
 
@@ -322,7 +336,7 @@ class Rebalancer:
         for node in list(self._copied):
             shares = shares_of.get(node, ())
             if wants_fewer(sum(g.load for g in shares), len(self._holders(node, shares))):
-                works = [w for w in self._works.values() if w.group.node == node and w.plan.kind == REPLICA]
+                works = self._replicas(node)
                 if works and not self._rests(node, now)[1]:
                     self._end(works[-1], "the load fell", now)
                     self._rest(node, now)
@@ -339,8 +353,14 @@ class Rebalancer:
             return
         if work.target in copied.targets:
             copied.targets.remove(work.target)
-        if not any(w.group.node == work.group.node and w.plan.kind == REPLICA for w in self._works.values()):
+        if not self._replicas(work.group.node):
             del self._copied[work.group.node]
+
+    def _end_unserved(self, now: float) -> None:
+        """End the copies of prefixes whose last worker has gone while they were warming."""
+        for node in [node for node, copied in self._copied.items() if not copied.targets]:
+            for work in self._replicas(node):
+                self._end(work, "nobody serves the prefix", now)
 
     def worker_left(self, index: int, now: float) -> None:
         """A worker is removed: nothing leads to it or from it any more, for its index may be given to another."""
@@ -350,6 +370,7 @@ class Rebalancer:
         for copied in self._copied.values():
             copied.targets = [target for target in copied.targets if target != index]
             copied.homes = {child: home for child, home in copied.homes.items() if home != index}
+        self._end_unserved(now)
         self._waits.pop(index, None)
         self._lasting.pop(index, None)
         self.publish()
@@ -398,6 +419,7 @@ class Rebalancer:
         for work in list(self._works.values()):
             if work.plan.id not in kept:
                 self._end(work, "it ended where it was made", now)
+        self._end_unserved(now)
         self.publish()
 
     def _is_prefix(self, group: Group, plan: SharedPlan) -> bool:
@@ -458,7 +480,7 @@ class Rebalancer:
         work.plan = replace(work.plan, state="active")
         self.changes += 1
         if work.plan.kind == REPLICA and work.group.node in self._copied:
-            self._copied[work.group.node].targets.append(work.target)
+            self._copied[work.group.node].add(work.target)
         self.publish()
         return True
 
@@ -479,12 +501,14 @@ class Rebalancer:
                 copied = self._copied.get(node)
                 if copied is None or not self._core.groups.lives(node, copied.group.generation) or not requests[node]:
                     continue
+                workers = sorted(w for w in holders[node] | set(copied.targets) if self._core.names[w] is not None)
+                if not workers:
+                    continue
                 rows = self._core.groups.children(node, now, CHILDREN_LOOKED)
                 rows = sorted(rows, key=lambda row: (-row[3], row[0]))[:CHILDREN_MAX]
                 each = loads[node] / requests[node]
                 copied.children = {child: (generation, tokens) for child, generation, tokens, _ in rows}
                 shares = {row[0]: row[3] * each for row in rows}
-                workers = sorted(w for w in holders[node] | set(copied.targets) if self._core.names[w] is not None)
                 copied.homes = homes_of(shares, workers, copied.homes, GROW_LOAD / 2)
 
     def _redirects(self) -> Iterator[tuple[int, int, int, int | None, int, tuple[int, ...]]]:

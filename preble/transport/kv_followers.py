@@ -35,6 +35,7 @@ class Follower:
     """A request that waits until `wanted_tokens` of its prompt are here."""
 
     engine_id: str
+    request: GenerationRequest
     leader: int
     wanted_tokens: int
     arrived_at: float
@@ -62,7 +63,7 @@ class KvFollowers:
         pull of its own waits only for what brings all of that. O(pulls x its tokens)."""
         if len(self._waiting) >= self._most:
             return False
-        least = 1 if request.pull is None else min(request.pull.tokens, len(request.token_ids) - 1)
+        least = 1 if request.pull is None else _own_tokens(request)
         best: tuple[int, Leader] | None = None
         for leader in leaders:
             shared = _shared_tokens(request, leader)
@@ -74,7 +75,7 @@ class KvFollowers:
         worth_seconds = leader.pull.wait_us * 1e-6 * min(shared / leader.pull.tokens, 1.0)
         if request.pull is not None:
             worth_seconds = request.pull.wait_us * 1e-6
-        self._waiting[engine_id] = Follower(engine_id, leader.number, shared, now, now + worth_seconds)
+        self._waiting[engine_id] = Follower(engine_id, request, leader.number, shared, now, now + worth_seconds)
         return True
 
     def progressed(self, leader: int, cached_tokens: int) -> list[Follower]:
@@ -84,6 +85,12 @@ class KvFollowers:
     def ended(self, leader: int) -> list[Follower]:
         """Those who wait for a pull that is over, whatever it has brought; they wait no more."""
         return self._leave(lambda one: one.leader == leader)
+
+    def able_alone(self, leader: int, now: float) -> list[Follower]:
+        """Those who wait for a pull that is over before it has brought what it might, and have one of their own that is
+        still worth while, the longest first: it brings what the others lack. They wait no more."""
+        found = self._leave(lambda one: one.leader == leader and one.request.pull is not None and one.deadline > now)
+        return sorted(found, key=lambda one: _own_tokens(one.request), reverse=True)
 
     def expired(self, now: float) -> list[Follower]:
         """Those who have waited long enough; they wait no more."""
@@ -98,6 +105,11 @@ class KvFollowers:
         for one in found:
             del self._waiting[one.engine_id]
         return found
+
+
+def _own_tokens(request: GenerationRequest) -> int:
+    """Leading tokens that a request's own pull brings."""
+    return 0 if request.pull is None else min(request.pull.tokens, len(request.token_ids) - 1)
 
 
 def _shared_tokens(request: GenerationRequest, leader: Leader) -> int:

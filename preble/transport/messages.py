@@ -260,9 +260,10 @@ class PullEnded(Struct, frozen=True):
     """A request's pull is over, and its worker computes what it lacks: it caches the first `cached_tokens` of the
     prompt.
 
-    `moved_tokens` of these came from the source, in `moved_bytes`. `took_us`: from the request's arrival to this;
-    `source_us`, `target_us`: how long the engines of the two workers were held up by it. With `end` "joined" nothing
-    was moved for it: it waited for the pull of another request, also where it names none itself.
+    `moved_tokens` of these came from the source, in `moved_bytes`. `took_us`: from the request's arrival to this, or
+    from when its pull began that had waited for another; `source_us`, `target_us`: how long the engines of the two
+    workers were held up by it. With `end` "joined" nothing was moved for it: it waited for the pull of another request,
+    also where it names none itself. With "refused" and 0 for `took_us` its worker has begun none.
     """
 
     request_id: Id

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 from zmq.utils.monitor import parse_monitor_message
 
 from ..clock import Clock
@@ -143,7 +144,8 @@ class KvMover:
         self._results: deque[PullResult] = deque()
         self._running: dict[int, _RunningPull] = {}
         self._followers = KvFollowers(self.limits.followers)
-        self._begun: set[str] = set()  # pulls that were asked for and have no result yet
+        self._pulls: set[str] = set()  # asked for, and without a result yet
+        self._following: set[str] = set()  # likewise; those that name no pull, or wait for another's
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._sources: dict[str, _Source] = {}
@@ -198,12 +200,14 @@ class KvMover:
         """Begin the pull that a request names, or have it wait for the pull of another that brings what it lacks.
         False, and nothing is begun, where as many are under way as may be; else `take_results` has a result for it, at
         the latest when the time is over that it is worth."""
-        most = self.limits.pulls + (self.limits.followers if request.pull is None else 0)
+        kind, most = self._pulls, self.limits.pulls
+        if request.pull is None:
+            kind, most = self._following, self.limits.followers
         with self._lock:
-            if self._stopping or len(self._begun) >= most:
+            if self._stopping or len(kind) >= most:
                 self.counters.pulls_declined += 1
                 return False
-            self._begun.add(engine_id)
+            kind.add(engine_id)
         self.counters.pulls += request.pull is not None
         arrived = self._clock()
         self._post(lambda: self._begin(engine_id, request, arrived))
@@ -212,7 +216,7 @@ class KvMover:
     @property
     def is_pulling(self) -> bool:
         """Whether a request that names no pull might find one to wait for."""
-        return bool(self._begun)
+        return bool(self._pulls)
 
     def cancel(self, engine_id: str) -> None:
         """End a pull, which has a result all the same; of one that is over it does nothing."""
@@ -243,7 +247,7 @@ class KvMover:
         finally:
             with self._lock:
                 self._stopping = True
-            for engine_id in list(self._begun):
+            for engine_id in [*self._pulls, *self._following]:
                 self._report(PullResult(engine_id, "lost"))
 
     def _turn(self) -> None:
@@ -341,6 +345,7 @@ class KvMover:
 
     def _begin(self, engine_id: str, request: GenerationRequest, arrived_at: float) -> None:
         if self._followers.join(engine_id, request, self._leaders(), arrived_at):
+            self._count_among(self._following, engine_id)
             self.counters.pulls_joined += 1
             return
         if request.pull is None:
@@ -455,7 +460,18 @@ class KvMover:
         self._let_go(self._followers.cancelled(engine_id), None)
         for running in list(self._running.values()):
             if running.engine_id == engine_id:
+                able = self._followers.able_alone(running.number, self._clock())
+                self._count_among(self._pulls, *(one.engine_id for one in able))  # before the place is free for others
                 self._finish(running, "cancelled")
+                for one in able:
+                    self._begin_anew(one)
+
+    def _begin_anew(self, one: Follower) -> None:
+        """Begin the pull of a request that has waited for another's, or have it wait once more, for the time left."""
+        now, pull = self._clock(), one.request.pull
+        assert pull is not None
+        left = replace(pull, wait_us=_us(one.deadline - now))
+        self._begin(one.engine_id, replace(one.request, pull=left), now)
 
     def _finish(self, running: _RunningPull, end: str) -> None:
         """Report a result; what comes later counts for nothing."""
@@ -481,9 +497,17 @@ class KvMover:
         """There is nobody to ask."""
         self._report(PullResult(engine_id, "lost", took_us=_us(self._clock() - arrived_at)))
 
+    def _count_among(self, kind: set[str], *engine_ids: str) -> None:
+        """Count requests as pulls, or as those that follow one."""
+        with self._lock:
+            for other in (self._pulls, self._following):
+                other.difference_update(engine_ids)
+            kind.update(engine_ids)
+
     def _report(self, result: PullResult) -> None:
         with self._lock:
-            self._begun.discard(result.engine_id)
+            self._pulls.discard(result.engine_id)
+            self._following.discard(result.engine_id)
         self._results.append(result)
         self._wake_worker()
 

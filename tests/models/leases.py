@@ -178,7 +178,7 @@ class World:
     def tick(self, a: int, b: int) -> None:
         self.real.tick()
         for booking in list(self.live.values()):
-            if booking.booked >= self.clock() - LEASE_SECONDS:
+            if self.clock() - LEASE_SECONDS <= booking.booked <= self.clock():
                 break  # they are looked at in booking order
             if booking.seen < self.clock() - LEASE_SECONDS:
                 self.end(booking, "expired_leases")

@@ -110,11 +110,12 @@ class Hits:
         self.roll(now)
         self.windows.append(self.newest)
 
-    def take(self, now: float) -> None:
-        """Take one back: of this window, else of the one before."""
+    def take(self, added_at: float, now: float) -> None:
+        """Take one back that was added then, if its window is known still."""
         self.roll(now)
-        if self.windows:
-            self.windows.remove(max(self.windows))
+        then = int(added_at / self.span) if added_at > 0 else 0
+        if then in self.windows:
+            self.windows.remove(then)
 
     def recent(self, now: float) -> int:
         """Hits of this window and the one before."""
@@ -408,15 +409,15 @@ class NaiveTree:
             if node not in own and node[0] == path[0] and common(node[1], path[1]) > kept:
                 self.keep(node, worker, 0)
 
-    def take_back(self, path: Path, worker: str, kept: int, now: float) -> None:
+    def take_back(self, path: Path, worker: str, kept: int, booked_at: float, now: float) -> None:
         """A request was not computed: its hits go, and its marks beyond `kept` tokens that nobody else has used."""
         undo = True
         for node in reversed(self.above(path)):
-            self.nodes[node].hits.take(now)
+            self.nodes[node].hits.take(booked_at, now)
             mark = self.nodes[node].marks.get(worker)
             if mark is None:
                 continue
-            mark.hits.take(now)
+            mark.hits.take(booked_at, now)
             start = self.start(node)
             below = [p for p in self.recency[worker] if p[0] == node[0] and p != node and self.above(p).count(node)]
             undo = undo and start + mark.tokens > kept and mark.hits.recent(now) == 0 and not below
@@ -1038,7 +1039,8 @@ class NaiveScheduler:
         self.advance(now)
         worker = booking.account.spec.id
         if self.is_current(booking) and not booking.prefilled and self.is_remembered(booking):
-            self.tree.take_back(booking.path, worker, self.tree.confirmed(booking.path, worker), now)
+            known = self.tree.confirmed(booking.path, worker)
+            self.tree.take_back(booking.path, worker, known, booking.booked_at, now)
         self.seen_done(booking, now)
         booking.account.live.remove(booking)
         booking.counts, booking.output = False, 0
@@ -1050,23 +1052,25 @@ class NaiveScheduler:
         self.live[request_id].renewed_at = max(self.live[request_id].renewed_at, now)
 
     def expire_leases(self, now: float) -> int:
-        """Cancel from the oldest on, up to the first that is young enough, what was not renewed; returns how many."""
+        """Cancel from the oldest on, up to the first that is young enough and from before now, what was not renewed;
+        returns how many."""
         old = []
         for request_id, booking in self.live.items():
-            if now - booking.booked_at <= self.config.lease_seconds:
+            if 0 <= now - booking.booked_at <= self.config.lease_seconds:
                 break
-            if now - booking.renewed_at > self.config.lease_seconds:
+            if now - max(booking.booked_at, booking.renewed_at) > self.config.lease_seconds:
                 old.append(request_id)
         return sum(self.cancel(request_id, now) for request_id in old)
 
     def reconcile(self, worker: str, told: list[Hashable], grace: float, now: float) -> list[Hashable]:
-        """The worker has these requests and no others of its own, but for what was seen within the grace."""
+        """The worker has these requests and no others of its own, but for what was seen within the grace. Other
+        routers end their own."""
         own = [rid for rid, booking in self.live.items() if booking.account is self.accounts[worker]]
         for request_id in told:
             if request_id in own or not self.is_current(self.live[request_id]):
                 self.renew(request_id, now)
         seen = {rid: max(self.live[rid].booked_at, self.live[rid].renewed_at) for rid in own}
-        gone = [rid for rid in own if rid not in told and seen[rid] < now - grace]
+        gone = [rid for rid in own if not is_peer(rid) and rid not in told and seen[rid] < now - grace]
         for request_id in gone:
             self.cancel(request_id, now)
         return gone

@@ -7,12 +7,13 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from preble import CostModel, SamplingParams
+from preble import CostModel, ManualClock, SamplingParams
 from preble.errors import InvalidConfig, NoWorkers, WorkerLost
 from preble.router import Router, pairs
 from preble.router.placement import Placement
@@ -20,9 +21,11 @@ from preble.router.shared_bookings import SharedBookings
 from preble.transport import wire
 from preble.transport.messages import PullFrom
 from preble.transport.server import ServerConfig
-from preble.types import PairDecision
+from preble.types import PairDecision, RequestPrefilled, Role
 from preble.worker.process import WorkerConfig
+from tests.router.test_placement import other_prompt, routed
 from tests.router.test_router import PROMPT, SHORT, good, mute, rejecting, stops_halfway
+from tests.support.relay import ScriptedServer
 from tests.support.transport import (
     FAST,
     ScriptedWorker,
@@ -36,6 +39,7 @@ from tests.support.transport import (
 
 DEAR_PREFILL = CostModel([(0, 0.1), (1000, 100.0)])
 ABLE = {"kv_layout": "x", "kv_token_bytes": 8}
+ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 Script = Callable[[ScriptedWorker, wire.GenerationRequest], Awaitable[None]]
 
 
@@ -222,6 +226,38 @@ def test_other_routers_are_reported_both_halves_at_servers_that_do_not_report_th
         ("p", "RequestEnded", 1),
         ("p", "RequestEnded", None),
     ]
+
+
+@asynchronous
+async def test_what_a_server_has_cached_that_decodes_is_reported_to_no_other_router() -> None:
+    """Regression: they took the hit for its own, and booked there the whole prefill that it was handed."""
+    first, second = ScriptedServer(role="prefill"), ScriptedServer(role="decode")
+    async with routed(first, second) as router:
+        own = SharedBookings(router.router_id, lambda _: True, lambda _: None, Counter())
+        router.siblings = SimpleNamespace(own=own)  # type: ignore[assignment]
+        placement = await router.place(other_prompt(0), max_new_tokens=9, separable=True)
+        assert placement.prefill is not None and placement.worker == second.worker
+        placement.first_token(0)
+        found = [one for one in own.take_news()[second.worker] if isinstance(one, RequestPrefilled)]
+        assert [one.cached_tokens for one in found] == [None]
+        placement.finish(5)
+        router.siblings = None
+
+
+@asynchronous
+async def test_another_policy_knows_which_servers_make_a_pair() -> None:
+    """Regression: after `change_policy` one that does both was to hand SGLang's decoding server its KV."""
+    first, second, both = [ScriptedServer(role=role, more={"max_total_num_tokens": 1 << 20}) for role in ROLES]
+    async with routed(first, second, both, clock=ManualClock(0.0)) as router:
+        router.change_policy("e2")
+        scheduler = router.scheduler
+        assert scheduler._kv_moves is not None
+        assert scheduler._kv_moves.are_alike(first.worker, second.worker)
+        assert not scheduler._kv_moves.are_alike(both.worker, second.worker)
+        found = [scheduler.schedule_pair(np.arange(i, i + 20_000), max_new_tokens=200) for i in range(12)]
+        assert {one.prefill_worker for one in found} == {first.worker, None}
+        for live in list(scheduler.core.leases):
+            scheduler.cancel(live)
 
 
 @asynchronous

@@ -19,9 +19,10 @@ from preble import GlobalScheduler, WorkerSpec
 from preble.errors import InsecureBind, InvalidConfig
 from preble.router import sibling_routers
 from preble.router.peer_addresses import ADDRESSES_MAX, PeerAddresses, bound_at, check_peers
-from preble.router.shared_bookings import relative_to, within
+from preble.router.shared_bookings import encode, relative_to, within
 from preble.router.sibling_routers import PeerDoor, SiblingRouters
 from preble.transport.security import create_keys, load_client_keys, load_server_keys
+from preble.types import RequestPlaced
 from tests.router.test_sibling_routers import PROMPT, SERVER, Side, known
 from tests.scheduling.test_rebalancer import PLAIN, PREFIX, ask, plans
 from tests.support.transport import asynchronous
@@ -130,6 +131,25 @@ async def test_a_gateway_with_two_addresses_counts_once_and_by_the_other_when_on
         await known(lambda: two.booked() == 1 and two.siblings._siblings[1].is_booked)
         one.own.ended("1", 2)
         await known(lambda: two.booked() == 0)
+
+
+@asynchronous
+async def test_a_restarted_gateway_with_two_addresses_has_nothing_left_of_its_earlier_life() -> None:
+    """Regression: what was booked by the one address stayed when its next life was known by the other first."""
+    worker = SimpleNamespace(namespace=None)
+    fleet = SimpleNamespace(worker=lambda worker_id: worker)
+    router: Any = SimpleNamespace(router_id="here", scheduler=GlobalScheduler([SERVER]), fleet=fleet)
+    siblings = SiblingRouters(router, "", ["tcp://10.0.0.1:70", "tcp://10.0.0.2:70"])  # it is not started
+    one, two = siblings._siblings
+    one._take([one._topic, encode("earlier", 0, {SERVER: [RequestPlaced("earlier", "1", PROMPT.tolist(), None, 8)]})])
+    two._take([b"r", encode("earlier", 0, {})])
+    assert (one.is_booked, two.is_booked) == (True, False)
+    assert router.scheduler.stats()["peer_bookings"] == 1
+    for sibling in (two, one):
+        sibling._take([b"r", encode("later", 0, {})])
+    assert (one.is_booked, two.is_booked) == (False, True)
+    assert router.scheduler.stats()["peer_bookings"] == 0
+    siblings._close_sockets()
 
 
 @asynchronous

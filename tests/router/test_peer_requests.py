@@ -34,7 +34,7 @@ def test_what_happens_is_passed_on_but_for_this_routers_own() -> None:
 
 def test_a_request_that_was_over_is_no_load_and_its_prompt_is_known() -> None:
     peers = PeerRequests(OWN)
-    assert [*peers.take(life("b", "1"), past=True)] == [PrefixStored((1, 2, 3))]
+    assert [*peers.take(life("b", "1"), past=True)] == [PrefixStored((1, 2, 3)), life("b", "1")[2]]
     assert peers.caught_up() == []
     assert peers.counters.peer_requests_past == 1 and peers.counters.peer_requests == 0
 
@@ -53,6 +53,7 @@ def test_its_own_past_reports_what_is_cached_and_books_nothing() -> None:
     """What it had running there before a break runs elsewhere now."""
     peers = PeerRequests(OWN)
     assert [*peers.take(life(OWN, "1")[:2], past=True)] == [PrefixStored((1, 2, 3))]
+    assert [*peers.take(life(OWN, "2"), past=True)] == [PrefixStored((1, 2, 3))]
     assert peers.caught_up() == []
 
 
@@ -61,6 +62,18 @@ def test_after_a_break_the_past_ends_what_was_booked_before_it() -> None:
     placed, prefilled, ended = life("b", "1")
     assert [*peers.take([placed], past=False)] == [placed]
     assert [*peers.take([prefilled, ended, BlockRemoved((7,))], past=True)] == [prefilled, ended, BlockRemoved((7,))]
+
+
+def test_one_that_is_reported_again_during_a_break_and_ends_in_it_is_booked_no_more() -> None:
+    """Regression: a worker repeats old requests when another router comes, and the end was taken for the repeat's."""
+    peers, scheduler = PeerRequests(OWN), GlobalScheduler([WorkerSpec("w")])
+    placed, prefilled, ended = life("b", "1")
+    scheduler.apply("w", peers.take([placed, prefilled], past=False))
+    assert scheduler.stats()["peer_bookings"] == 1
+    scheduler.apply("w", peers.take([placed, prefilled, ended], past=True))
+    scheduler.apply("w", peers.caught_up())
+    assert scheduler.stats()["peer_bookings"] == scheduler.stats()["live_requests"] == 0
+    scheduler.check()
 
 
 def test_over_the_bound_the_oldest_that_wait_are_dropped_and_counted() -> None:
@@ -154,7 +167,10 @@ def test_whenever_it_comes_or_comes_back_it_books_what_runs_and_nothing_else(
     scheduler.apply("w", reports)
     stats = scheduler.stats()
     assert stats["peer_bookings"] == stats["live_requests"] == len(running(events))
-    assert stats["peer_events_ignored"] == 0, "all of it was understood"
+    booked = {(event.router, event.request_id) for event in reports if isinstance(event, RequestPlaced)}
+    ends = [event for event in reports if isinstance(event, RequestEnded)]
+    never_booked = [event for event in ends if (event.router, event.request_id) not in booked]
+    assert stats["peer_events_ignored"] == len(never_booked), "all else was understood"
     scheduler.check()
 
 
@@ -170,6 +186,6 @@ def test_a_late_router_knows_the_prompts_of_the_past_unless_they_were_evicted_si
     meant = [
         PrefixStored(prompts[e.router, e.request_id]) if isinstance(e, RequestPrefilled) else e
         for e in events
-        if isinstance(e, RequestPrefilled | PrefixEvicted)
+        if isinstance(e, RequestPrefilled | PrefixEvicted) or (isinstance(e, RequestEnded) and e.router != OWN)
     ]
     assert reports == meant

@@ -105,6 +105,25 @@ async def test_a_failed_attempt_goes_elsewhere_until_there_are_no_more() -> None
 
 
 @asynchronous
+async def test_after_a_resume_the_first_output_ends_the_wait_at_the_new_place() -> None:
+    """Regression: it was counted as waiting there to its end, and newcomers were refused for it."""
+    one, two = ScriptedServer(), ScriptedServer()
+    async with routed(one, two) as router:
+        placement = await router.place(PROMPT, max_new_tokens=20)
+        placement.first_token(7)
+        placement.emitted(np.arange(105, dtype=np.int32), 5)
+        await placement.failed("broke off")
+        assert placement.worker == two.worker and router._predicted_wait.waiting == 1
+        placement.saw_output()
+        attempt = placement.attempt
+        assert attempt is not None and attempt.first_seen and attempt.cached_tokens is None
+        assert router.scheduler.stats()["workers"][two.worker]["waiting_requests"] == 0
+        assert router._predicted_wait.waiting == 0
+        placement.saw_output()
+        placement.finish(12)
+
+
+@asynchronous
 async def test_full_servers_are_passed_over_and_when_all_are_the_request_ends() -> None:
     one, two = ScriptedServer(), ScriptedServer()
     async with routed(one, two) as router:

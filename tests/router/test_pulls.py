@@ -154,6 +154,18 @@ async def test_a_request_that_waited_for_another_s_pull_teaches_nothing_of_the_l
 
 
 @asynchronous
+async def test_a_pull_that_its_worker_has_not_begun_teaches_nothing_of_the_link() -> None:
+    """Regression: a worker with as many pulls as may be was taken for a source that has nothing."""
+    async with scripted() as story:
+        for first, took_us, wanted in ((1, 0, 0), (2, 7, len(PROMPT))):
+            prompt = [first, *PROMPT]
+            assert await story.ask("w0", prompt) is None
+            story.after_pull = [wire.PullEnded(str(len(story.sent) + 1), "refused", 0, 0, 0, took_us, 0, 0)]
+            assert await story.ask("w1", prompt) is not None
+            assert story.router.scheduler.stats()["pulls"]["wanted_tokens"] == wanted
+
+
+@asynchronous
 async def test_a_request_that_cannot_be_sent_leaves_no_pull_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     async with scripted() as story:
         await story.ask("w0")

@@ -3,7 +3,8 @@ is called back."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import uuid
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ class Application:
         assert decision.request_id == request_id
         self.sent.append(request_id)
 
-    def offer(self, name: str | None, **options: Any) -> Hashable:
+    def offer(self, name: Hashable, **options: Any) -> Hashable:
         request_id = self.queue.offer(prompt(next(self.numbers)), request_id=name, **options)
         self.queue.check()
         return request_id
@@ -52,15 +53,16 @@ class Application:
         self.scheduler.check()
 
 
-def test_what_workers_cannot_begin_soon_waits_and_goes_as_they_can() -> None:
+@pytest.mark.parametrize("names", ["abcde", [uuid.UUID(int=number) for number in range(1, 6)]])
+def test_what_workers_cannot_begin_soon_waits_and_goes_as_they_can(names: Sequence[Hashable]) -> None:
     app = Application()
-    for name in "abcde":
+    for name in names:
         app.offer(name, tenant="t")
-    assert app.sent == ["a", "b"]
+    assert app.sent == [*names[:2]]
     waiting = len(app.queue)
     app.serve(app.sent[0])
-    assert len(app.queue) == waiting - 1 and app.sent == list("abcde")[: len(app.sent)]
-    for name in "abcde":
+    assert len(app.queue) == waiting - 1 and app.sent == [*names[: len(app.sent)]]
+    for name in names:
         app.serve(name)
     assert len(app.queue) == 0 and app.scheduler.stats()["live_requests"] == 0
 

@@ -952,3 +952,25 @@ def test_prefix_groups_are_priced_anew_with_the_model(slowness: float) -> None:
         scheduler.check()
     (left,) = scheduler.core.groups.show()
     assert left["now"][prefill] + left["before"][prefill] > 0, "what was prefilled stays work done"
+
+
+def test_of_cost_models_whose_workers_have_left_nothing_is_kept() -> None:
+    """Regression: what was taken for the unmeasured, and how much had been looked at, stayed for every prior that ever
+    was."""
+    scheduler, clock = one_worker()
+    calibrator = scheduler._calibrator
+    assert calibrator is not None
+    for number in range(12):
+        scheduler.add_worker(WorkerSpec("b", cost_model=CostModel([(0, 0.01), (1000, 1.0 + number)])))
+        for turn in range(2):  # too few to be measured, so that they are looked at together
+            decision = scheduler.schedule([1000 * number + turn] * 50, exclude=["a"])
+            clock.advance(0.1)
+            scheduler.first_token(decision, cached_tokens=0)
+            clock.advance(0.1)
+            scheduler.finish(decision, output_tokens=9)
+        scheduler.tick()
+        assert len(calibrator._groups) == 2 and sum(calibrator._pooled.values()) > 0
+        assert calibrator._unmeasured.keys() | calibrator._pooled.keys() <= calibrator._groups.keys()
+        scheduler.remove_worker("b")
+    scheduler.tick()
+    assert [len(one) for one in (calibrator._groups, calibrator._unmeasured, calibrator._pooled)] == [1, 1, 1]

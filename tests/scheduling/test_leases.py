@@ -20,6 +20,7 @@ from preble.errors import (
     UnknownWorker,
 )
 from preble.scheduling.leases import Lease, Reconciliation
+from preble.types import RequestEnded, RequestPlaced
 
 PROMPT = list(range(100, 140))
 
@@ -361,6 +362,27 @@ def test_requests_the_engine_should_not_have_are_reported_and_counted() -> None:
     assert sched.reconcile("a", ["moved"], grace_seconds=6.0) == Reconciliation(("here",), ("moved",))
     assert sched.cancel("moved")
     nothing_is_booked(sched)
+
+
+def test_bookings_for_other_routers_are_neither_given_back_nor_unknown() -> None:
+    """Regression: no caller can name such a booking, so each was given back, and its request reported for abortion."""
+    sched = scheduler("w", "v", lease_seconds=60.0)
+    sched.schedule(PROMPT, request_id="mine", exclude=["v"])
+    sched.schedule([1, 2], request_id="8", exclude=["w"])
+    sched.apply("w", [RequestPlaced("router-A", "7", [5, 6]), RequestPlaced("router-A", "8", [7, 8])])
+    sched._clock.advance(50.0)
+    sched.apply("w", [RequestPlaced("router-A", "9", [9, 9])])
+    sched.apply("v", [RequestPlaced("router-A", "10", [3, 3])])
+    sched._clock.advance(9.0)
+    assert sched.reconcile("w", ["mine", "7", "8", "10"]) == Reconciliation((), ("10",))
+    assert sched.stats()["peer_bookings"] == 4 and sched.stats()["reconciled_leases"] == 0
+    sched._clock.advance(2.0)
+    sched.tick()
+    assert sched.stats()["expired_leases"] == 1, "8 of this router, on v; what the engine has is renewed"
+    assert sched.stats()["workers"]["w"]["live_requests"] == 4
+    sched.apply("w", [RequestEnded("router-A", name, 1) for name in ("7", "8", "9")])
+    assert sched.reconcile("w", ["mine", "7"]).unknown == ("7",)
+    sched.check()
 
 
 def test_the_word_of_another_engine_renews_nothing() -> None:

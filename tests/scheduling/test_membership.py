@@ -14,9 +14,11 @@ import pytest
 
 from preble import AllBlocksCleared, GlobalScheduler, ManualClock, PrefixEvicted, SchedulerConfig, WorkerSpec
 from preble import scheduler as module
-from preble._placement.prefix_handoff import hand_over, hot_prefixes
+from preble._placement.bookings import DecisionCore
+from preble._placement.prefix_handoff import HotPrefix, hand_over, hot_prefixes
 from preble._radix import RadixTree
 from preble.errors import InvalidConfig, InvalidInput, UnknownWorker
+from preble.scheduling import autoscaling, membership
 from preble.scheduling.membership import MOVES_KEPT, Handover
 from preble.scheduling.rebalance_planner import Plan
 
@@ -278,6 +280,49 @@ def test_drains_that_make_no_sense_change_nothing() -> None:
     for field, bad in (("handover_prefixes_max", -1), ("handover_prefixes_max", 1.5)):
         with pytest.raises(InvalidConfig, match=f"SchedulerConfig.{field}"):
             SchedulerConfig(**{field: bad})
+
+
+class Replaces:
+    """A search for hot prefixes during which, the first time, worker "a" is removed and added again."""
+
+    def __init__(self, sched: GlobalScheduler, clock: ManualClock) -> None:
+        self.sched, self.clock, self.looked = sched, clock, 0
+
+    def __call__(self, core: DecisionCore, worker: int, now: float) -> list[HotPrefix]:
+        found = hot_prefixes(core, worker, now)
+        self.looked += 1
+        if self.looked == 1:
+            self.sched.remove_worker("a")
+            self.clock.advance(0.001)
+            self.sched.add_worker("a")
+        return found
+
+
+def test_a_worker_that_replaces_a_leaver_of_its_name_is_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it had the name and the index that the drain was for, and never got a request."""
+    sched, clock = fleet("a", "b")
+    serve(sched, tool(0), "a", 3)
+    monkeypatch.setattr(membership, "hot_prefixes", Replaces(sched, clock))
+    with pytest.raises(UnknownWorker, match="removed while it was drained"):
+        sched.drain_worker("a", handover_seconds=10.0)
+    stats = sched.stats()
+    assert not stats["workers"]["a"]["draining"] and stats["membership"]["leaving"] == {}
+    assert sched.schedule(tool(5), exclude={"b"}).worker == "a"
+    sched.check()
+    assert sched.drain_worker("a").is_over
+
+
+def test_what_a_drain_would_cost_is_not_noted_for_the_worker_that_replaced_the_one_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sched, clock = fleet("a")
+    serve(sched, tool(0), "a", 3)
+    monkeypatch.setattr(autoscaling, "hot_prefixes", Replaces(sched, clock))
+    sched.tick()
+    assert sched.stats()["scaling"]["drain_seconds"] == {}
+    clock.advance(1.0)
+    sched.tick()
+    assert sched.stats()["scaling"]["drain_seconds"] == {"a": 0.0}
 
 
 # --- joining, and what is kept ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from preble import AllBlocksCleared, CostModel, GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec
 from preble.errors import CapacityExceeded, InvalidConfig, InvalidInput
-from preble.scheduling.rebalance_planner import REBALANCE, REPLICA, Group, Proposal
+from preble.scheduling.rebalance_planner import REBALANCE, REPLICA, Group, Plan, Proposal, SharedPlan
 from preble.scheduling.rebalancer import HISTORY_MAX, PLANS_MAX
 from tests.support.sticky import Sticky
 
@@ -297,6 +297,22 @@ def test_a_worker_that_leaves_while_a_plan_is_made_gets_no_prefix(reused: bool) 
     assert left and plans(scheduler) == []
 
 
+def test_a_copy_is_not_begun_when_a_worker_that_serves_the_prefix_has_left() -> None:
+    """Its index is free, or another worker's, by the time the plan is booked; nothing would take it out again."""
+    scheduler, clock = fleet(3, rebalance_ratio=0.0)
+    for number in range(6):
+        ask(scheduler, PREFIX, number, exclude=["w1", "w2"], max_new_tokens=1)
+    scheduler.tick()
+    shifts = scheduler._rebalancer
+    assert shifts is not None
+    (group,) = groups_of(scheduler, clock)
+    scheduler.remove_worker("w1")
+    proposal = Proposal(REPLICA, group, 2, "test", 1.0)
+    assert not shifts._begin(proposal, clock(), {0, 1})
+    assert shifts._begin(proposal, clock(), {0})
+    scheduler.check()
+
+
 def test_a_prefix_that_was_forgotten_ends_its_plan() -> None:
     scheduler, clock = fleet(rebalance_ratio=0.0, replicas_max=2)
     for decision in heated(scheduler, clock):
@@ -441,6 +457,84 @@ def test_a_warm_up_that_never_comes_is_not_waited_for() -> None:
         scheduler.tick()
     assert plans(scheduler)[0]["state"] == "active"
     scheduler.check()
+
+
+def test_a_copy_that_is_warming_is_not_planned_again() -> None:
+    """Regression: as soon as the prefix had rested the same copy was planned anew, its worker then served it as often,
+    and after eight times the redirect was refused in every tick."""
+    scheduler, clock = fleet(2, rebalance_ratio=0.0, warm_up_seconds=30.0)
+    for second in range(18):
+        for number in range(10 if second < 4 else 2):
+            ask(scheduler, PREFIX, 10 * second + number, tokens=500, max_new_tokens=10)
+        clock.advance(1.0)
+        scheduler.tick()
+        scheduler.check()
+    (plan,) = plans(scheduler)
+    assert (plan["kind"], plan["state"]) == (REPLICA, "warming")
+    assert scheduler.stats()["plans"]["made"] == {REPLICA: 1}
+    assert scheduler.warmed(plan["id"])
+    scheduler.check()
+    GlobalScheduler.restore(scheduler.snapshot(), policy=Sticky(), clock=ManualClock(clock())).check()
+
+
+def copy_from(scheduler: GlobalScheduler, clock: ManualClock, target: int, holders: set[int]) -> Plan:
+    """Begin a copy of the one prefix that is counted on worker 0."""
+    shifts = scheduler._rebalancer
+    assert shifts is not None
+    with scheduler._lock:
+        (group,) = [row for row in groups_of(scheduler, clock) if row.worker == 0]
+        plan = shifts.begin(Proposal(REPLICA, group, target, "test", 1.0), clock(), holders)
+        shifts.publish()
+    assert plan is not None
+    return plan
+
+
+@pytest.mark.parametrize("how", ["its worker is removed", "its other copy's worker drains"])
+def test_a_warming_copy_of_what_nobody_serves_any_more_ends(how: str) -> None:
+    """Regression: the worker that shared the load of a draining one left while another was warming. The prefix then had
+    no worker, and the next tick raised."""
+    scheduler, clock = fleet(4, rebalance_ratio=0.0, warm_up_seconds=30.0)
+    for number in range(6):
+        ask(scheduler, PREFIX, number, exclude=["w1", "w2", "w3"], max_new_tokens=1)
+    scheduler.drain_worker("w0")
+    copies = [copy_from(scheduler, clock, 2, {1})]
+    if how == "its other copy's worker drains":
+        copies.append(copy_from(scheduler, clock, 3, {1}))
+        assert scheduler.warmed(copies[1].id)
+    scheduler.remove_worker("w1")
+    if len(copies) > 1:
+        scheduler.drain_worker("w3")
+        clock.advance(1.0)
+        scheduler.tick()
+    scheduler.check()
+    assert plans(scheduler) == []
+    assert plans(scheduler, "ended")[-1]["why"] == "nobody serves the prefix"
+    GlobalScheduler.restore(scheduler.snapshot(), policy=Sticky(), clock=ManualClock(clock())).check()
+    for _ in range(3):
+        clock.advance(1.0)
+        scheduler.tick()
+        scheduler.check()
+
+
+def test_plans_that_are_followed_name_holders_that_nobody_knows_and_come_again() -> None:
+    """Regression: a copy whose holders are unknown here had none; one that was planned where the worker served the
+    prefix already had that worker twice."""
+    scheduler, clock = fleet(3, rebalance_ratio=0.0, warm_up_seconds=30.0)
+    for number in range(6):
+        ask(scheduler, PREFIX, number, exclude=["w1", "w2"], max_new_tokens=1)
+    copied = SharedPlan(REPLICA, None, PREFIX, "w0", "w1", "test", 1.0, 1.0, None, False, ("elsewhere",))
+    before = copied._replace(to_worker="w2", holders=("w0", "w1"))
+    for plan in (copied, before, copied._replace(holders=("w0",))):
+        for is_active in (False, True):
+            scheduler.follow_plans([plan._replace(is_active=is_active)])
+            scheduler.check()
+            clock.advance(1.0)
+            scheduler.tick()
+        assert [found["to_worker"] for found in plans(scheduler)] == [plan.to_worker]
+        assert scheduler.stats()["plans"]["redirects"] == 1
+        if plan is copied:
+            scheduler.follow_plans([])
+            assert scheduler.stats()["plans"]["redirects"] == 0
 
 
 # --- kept by a snapshot -----------------------------------------------------------------------------------------------

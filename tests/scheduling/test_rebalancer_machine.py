@@ -34,7 +34,7 @@ configs = st.builds(
     rebalance_ratio=st.sampled_from([1.5, 1.0, 0.0]),
     rebalance_floor_seconds=st.just(0.01),
     replicas_max=st.sampled_from([1, 2, 8]),
-    warm_up_seconds=st.sampled_from([0.0, 0.0, 3.0]),
+    warm_up_seconds=st.sampled_from([0.0, 0.0, 3.0, 5.0, 30.0]),
 ).filter(lambda config: config.rebalance_ratio or config.replicas_max > 1)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from preble import AllBlocksCleared, BlockStored, GlobalScheduler, ManualClock, SchedulerConfig
+from preble import AllBlocksCleared, BlockStored, GlobalScheduler, ManualClock, SchedulerConfig, SessionHint, WorkerSpec
 from preble._core.dict_keys import HashedKey, find_key, key_value
 from preble.errors import DuplicateRequest, InvalidInput, UnknownWorker
 from preble.scheduling.records import DecisionRecording
@@ -240,6 +240,35 @@ def test_what_is_listed_and_given_back_is_the_id_that_was_given() -> None:
     clock.advance(10.0)
     sched.tick()
     assert sched.stats()["expired_leases"] == 2 and not sched.core.leases
+    sched.check()
+
+
+@pytest.mark.parametrize("request_id", ["plain", uuid.UUID(int=1), Name("name"), Colliding(1), (1, Name("b"))])
+def test_what_is_asked_and_noted_about_a_live_request_finds_it_by_any_id(request_id: Hashable) -> None:
+    """Regression: one whose hash is Python code was booked for 0.0 s, pulled nothing, and lost its session."""
+    sched = GlobalScheduler(["a", "b"], clock=ManualClock(), record=DecisionRecording())
+    for name in "ab":
+        sched.can_move_kv(name, "x", 1)
+    prompt = list(range(1000))
+    cached = sched.schedule(prompt, exclude=["b"])
+    assert sched.first_token(cached) and sched.finish(cached)
+    sched.schedule(prompt, request_id=request_id, tenant="t", exclude=["a"])
+    booked = sched.booked_seconds(request_id)
+    assert booked > 0.0 and sched.tenant_seconds() == {"t": booked}
+    pull = sched.pull_for(request_id, prompt)
+    assert pull is not None and pull.source == "a"
+    assert sched.pull_ended(request_id, 900) and sched.booked_seconds(request_id) < booked
+    sched.note_session(request_id, SessionHint("talk"))
+    assert sched.finish(request_id) and sched.records()[-1].session == SessionHint("talk")
+    assert sched.booked_seconds(request_id) == 0.0 and not sched.pull_ended(request_id, 900)
+    nothing_is_left(sched)
+
+
+def test_an_id_made_up_for_a_pair_is_nobody_elses() -> None:
+    sched = GlobalScheduler([WorkerSpec("p", role="prefill"), WorkerSpec("d", role="decode")], clock=ManualClock())
+    taken = sched.schedule_pair([1, 2], request_id=Name("pair-2"))
+    assert [sched.schedule_pair([1, 2]).request_id for _ in range(2)] == ["pair-3", "pair-4"]
+    assert sched.finish(taken.request_id)
     sched.check()
 
 

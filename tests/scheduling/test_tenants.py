@@ -3,6 +3,8 @@ refused, and that nothing else changes."""
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Hashable
 from typing import Any
 
 import pytest
@@ -33,9 +35,10 @@ def state(scheduler: GlobalScheduler) -> bytes:
 # --- accounts ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_tenant_is_charged_what_is_booked_and_in_the_end_what_its_request_took() -> None:
+@pytest.mark.parametrize("request_id", [None, uuid.UUID(int=1)])
+def test_a_tenant_is_charged_what_is_booked_and_in_the_end_what_its_request_took(request_id: Hashable) -> None:
     scheduler, clock = fleet()
-    decision = scheduler.schedule(prompt(0), tenant="a", max_new_tokens=10)
+    decision = scheduler.schedule(prompt(0), request_id=request_id, tenant="a", max_new_tokens=10)
     booked = scheduler.booked_seconds(decision.request_id)
     assert booked > 0.4 and scheduler.tenant_seconds() == {"a": booked}
     clock.advance(1.0)

@@ -113,7 +113,8 @@ def test_a_prefix_moves_and_both_count_it(sides: Sides) -> None:
     assert (result.end, result.cached_tokens, result.moved_tokens, result.moved_bytes) == ("done", 499, 379, 4 * 379)
     assert target.engine.cached_tokens(PROMPT, None) == 499
     assert result.took_us > 0
-    assert target.mover.counters.kv_bytes_taken == source.mover.counters.kv_bytes_sent == 4 * 379
+    until_true(lambda: source.mover.counters.kv_bytes_sent == 4 * 379)  # a part is counted once it is sent
+    assert target.mover.counters.kv_bytes_taken == 4 * 379
     assert source.mover.counters.kv_parts_sent == source.mover.counters.kv_asks == 8
     assert target.pull(source.mover.endpoint).moved_tokens == 0, "nothing is missing"
 
@@ -284,6 +285,48 @@ def test_who_shares_little_waits_next_to_no_time(sides: Sides) -> None:
     result = target.result()
     assert (result.engine_id, result.end) == ("f", "joined")
     assert result.took_us >= 1e6 * HANG_SECONDS / 500 * 0.99, "a 500th of what the pull is worth"
+
+
+def test_who_follows_a_pull_takes_no_place_of_one(sides: Sides) -> None:
+    """Regression: with as many followers as there may be pulls, no other pull began."""
+    limits = KvLimits(part_bytes=4 * 50, pulls=2, followers=3)
+    source, target = sides(full()), sides(limits=limits)
+    source.busy = True
+    assert target.mover.pull("leader", request(source.mover.endpoint))
+    until_true(lambda: source.jobs)
+    assert target.mover.pull("same", request(source.mover.endpoint))
+    until_true(lambda: target.mover.counters.pulls_joined == 1)
+    assert target.mover.pull("f", shares(400)) and target.mover.pull("g", shares(400))
+    assert target.mover.pull("other", request(source.mover.endpoint, namespace="another"))
+    assert not target.mover.pull("h", shares(400)), "three follow"
+    assert not target.mover.pull("third", request(source.mover.endpoint, namespace="third")), "two are under way"
+    assert target.mover.counters.pulls_declined == 2
+    target.mover.cancel("f")
+    assert target.result().engine_id == "f"
+    assert target.mover.pull("h", shares(400)), "there is room again"
+
+
+def test_who_follows_a_pull_that_is_cancelled_begins_its_own(sides: Sides) -> None:
+    """Regression: its own source, which answers, was never asked. Those that follow it go on following one."""
+    slow, source, target = sides(full()), sides(full()), sides(limits=KvLimits(part_bytes=4 * 50, pulls=2))
+    slow.busy = True
+    assert target.mover.pull("leader", request(slow.mover.endpoint))
+    until_true(lambda: slow.jobs)
+    for n, (name, tokens) in enumerate((("shorter", 300), ("all", 500), ("again", 500))):
+        assert target.mover.pull(name, request(source.mover.endpoint, tokens=tokens))
+        until_true(lambda n=n: target.mover.counters.pulls_joined == n + 1)
+    assert target.mover.pull("f", shares(500))
+    until_true(lambda: target.mover.counters.pulls_joined == 4)
+    target.mover.cancel("leader")
+    results = {one.engine_id: one for one in (target.result() for _ in range(5))}
+    assert {name: (one.end, one.cached_tokens, one.moved_tokens) for name, one in results.items()} == {
+        "leader": ("cancelled", 0, 0),
+        "f": ("joined", 0, 0),
+        "shorter": ("joined", 499, 0),
+        "all": ("done", 499, 499),
+        "again": ("joined", 499, 0),
+    }
+    assert source.mover.counters.kv_asks == 10
 
 
 def test_followers_are_bounded_and_can_be_cancelled() -> None:

@@ -13,7 +13,8 @@ cdef int64_t clear_marks(Tree* t, uint32_t index) noexcept nogil
 cdef uint32_t sweep_ghosts(Tree* t, uint32_t marks_max) noexcept nogil
 cdef int64_t drop_below(Tree* t, uint32_t i, uint32_t worker, uint32_t kept_tokens) noexcept nogil
 cdef int64_t drop_beside(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_tokens) noexcept nogil
-cdef int64_t take_back(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_tokens, double now) noexcept nogil
+cdef int64_t take_back(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_tokens, double booked_at,
+                       double now) noexcept nogil
 cdef void await_blocks(Tree* t, uint32_t leaf, uint32_t worker) noexcept nogil
 cdef void confirm_path(Tree* t, uint32_t leaf, uint32_t worker) noexcept nogil
 cdef int64_t fixed_bytes(Tree* t) noexcept nogil

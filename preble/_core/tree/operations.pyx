@@ -339,10 +339,11 @@ cdef int64_t drop_beside(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_
     return dropped
 
 
-cdef int64_t take_back(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_tokens, double now) noexcept nogil:
+cdef int64_t take_back(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_tokens, double booked_at,
+                       double now) noexcept nogil:
     """A request ended before it was computed: take its hit off the path, and its marks beyond `kept_tokens` where no
     other request of the worker has passed since. Returns the tokens unmarked."""
-    cdef uint64_t window = window_of(now, t.window_seconds)
+    cdef uint64_t window = window_of(now, t.window_seconds), then = window_of(booked_at, t.window_seconds)
     cdef uint32_t i = leaf
     cdef Node* node = node_at(t, i)
     cdef Entry entry
@@ -350,11 +351,11 @@ cdef int64_t take_back(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_to
     cdef int64_t dropped = 0
     cdef bint undo = True
     while node.parent != NONE:
-        node.hits = hits_take(node.hits, window)
+        node.hits = hits_take(node.hits, window, then)
         entry = find_entry(node, worker)
         if entry.end:
             mark = mark_at(t, entry.mark)
-            store64(&mark.hits, hits_take(mark.hits, window))
+            store64(&mark.hits, hits_take(mark.hits, window, then))
             undo = undo and entry.end > kept_tokens and mark.pins == 0
             undo = undo and hits_seen(mark.hits, window) == 0 and not marks_a_child(t, i, worker, NONE)
             if undo and kept_tokens > node.run.start:

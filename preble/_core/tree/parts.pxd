@@ -41,12 +41,14 @@ cdef inline uint64_t hits_add(uint64_t counter, uint64_t window) noexcept nogil:
     counter = rolled(counter, window)
     return counter + (1 << 20) if (counter >> 20) & HITS_MAX < HITS_MAX else counter
 
-cdef inline uint64_t hits_take(uint64_t counter, uint64_t window) noexcept nogil:
-    # Take one hit back, from the current window if it has one, else from the one before.
+cdef inline uint64_t hits_take(uint64_t counter, uint64_t window, uint64_t then) noexcept nogil:
+    # Take back a hit that was added in window `then`; one that has rolled off is not there, and the others are others'.
+    cdef uint64_t later
     counter = rolled(counter, window)
-    if (counter >> 20) & HITS_MAX:
+    later = ((counter >> 40) - then) & WINDOW_MAX
+    if later == 0 and (counter >> 20) & HITS_MAX:
         return counter - (1 << 20)
-    return counter - 1 if counter & HITS_MAX else counter
+    return counter - 1 if later == 1 and counter & HITS_MAX else counter
 
 cdef inline uint64_t hits_seen(uint64_t counter, uint64_t window) noexcept nogil:
     # Hits in this window and the one before.

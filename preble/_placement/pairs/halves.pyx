@@ -111,12 +111,15 @@ cdef int begin_decode(DecisionCore core, Lease* lease, double now) except -1:
     cdef Row* row = &core.loads.rows[lease.worker]
     cdef uint32_t key = core.tree.t.workers[lease.worker].key
     cdef double working_since = load_double(&row.working_since)
+    if lease.share:
+        core.groups.corrected(lease, -lease.prefill_ns, 0)
     core.loads.correct_prefill(lease, 0)
     core.loads.prefilled(lease, now)
     store_double(&row.working_since, working_since)
     lease.first_at = lease.began_at = INFINITY   # until `decode_began`; of an end before that nothing is learned
     if load32(&row.eligible) and core.is_remembered(lease):
-        take_back(&core.tree.t, lease.leaf, key, confirmed_tokens(&core.tree.t, core.leaf_walk(lease), key), now)
+        take_back(&core.tree.t, lease.leaf, key, confirmed_tokens(&core.tree.t, core.leaf_walk(lease), key),
+                  lease.booked_at, now)
     return 0
 
 

@@ -96,6 +96,20 @@ class PairCalls(RequestApi):
                     one.on_first_token(key, self.now(), cached_tokens)
             return self._end(half, None)
 
+    def renew(self, request_id: Hashable) -> bool:
+        """The request is still wanted: its time to live (`SchedulerConfig.lease_seconds`) begins anew. `request_id`:
+        the request's, or its Decision. Returns False, and counts it, if it is not live. Nothing else renews it but
+        `reconcile`. Raises InvalidInput. O(1)."""
+        if not super().renew(request_id):
+            return False
+        if self._pairs is not None:
+            named = named_request(request_id)
+            with self._lock:
+                half = self._pairs.half_of(self.core.live_key(named))
+                if half is not None:
+                    self.core.renew(half, self.now())
+        return True
+
     def _pair_world(self) -> PairWorld | None:
         """What a decision is made with; None where all workers do both. Under the lock."""
         if self._pairs is None:

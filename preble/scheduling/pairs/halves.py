@@ -77,7 +77,7 @@ class PairHalves(RequestObserver):
 
     def new_request_id(self) -> str:
         """For a request without an id."""
-        while (made := f"pair-{self._numbers}") in self.core.leases:
+        while self.core.live_key(made := f"pair-{self._numbers}") is not None:
             self._numbers += 1
         return made
 

@@ -3,7 +3,7 @@ is booked of it; prices are `price.py`'s, bookings that belong together `halves.
 
 E2 compares the cheapest worker that does both with the cheapest pair, under the writers' lock, and books what wins; the
 one worker is then E2's own choice. Another policy knows no price of a pair. There every request has one: the policy
-chooses among those that prefill only, and then among those that decode.
+chooses among those that prefill only, and then among those that decode and can take over KV from the chosen one.
 
 A deadline is kept where a prompt is prefilled: nobody prefills it who would do so too late (`tenants`), and who decodes
 may have as much to do as it will. A tenant is charged for both halves.
@@ -230,11 +230,15 @@ class PairPlacing:
     def _name(self, of: HalfTerms) -> str:
         return str(self._core.names[of.row])
 
+    def _can_move(self, one: HalfTerms, other: HalfTerms) -> bool:
+        """Whether one worker can hand KV to another, as far as they say."""
+        return self._moves is None or self._moves.are_alike(self._name(one), self._name(other))
+
     def _transfer(self, one: HalfTerms, other: HalfTerms, moved_tokens: int) -> float:
         """Seconds of a transfer, and for how long its KV waits for room; at least as many as somebody has been waiting
         for who was handed over before."""
         source, target, of = self._name(one), self._name(other), self._pairs.hand_overs
-        if self._moves is not None and not self._moves.are_alike(source, target):
+        if not self._can_move(one, other):
             return float("inf")
         links = self._pairs.links if self._moves is None else self._moves.links
         token_bytes = 0 if self._moves is None else self._moves.token_bytes(target)
@@ -251,7 +255,8 @@ class PairPlacing:
         return on_one(self._scheduler, asked) if chosen is None else self._book(asked, ways, chosen, seen)
 
     def _chosen_by(self, policy: Policy, asked: AskedPair, ways: Ways) -> tuple[PairChoice | None, RequestView]:
-        """The pair that a policy chooses, None where nobody prefills only; and what it was given of the request."""
+        """The pair that a policy chooses, None where nobody prefills only, or none that decodes can take over KV
+        from the one that it chooses; and what it was given of the request."""
         known = self._pairs.known(asked.token_ids, asked.namespace, self._now)
         turn, limit = self._pairs.separated, asked.max_new_tokens
         views = [
@@ -261,10 +266,11 @@ class PairPlacing:
         prefills = [of for of, role in ways.prefills if role == PREFILL]
         if not prefills:
             return None, views[1]
-        one, other = (
-            half[policy.decide(view, self._core.view([of.row for of in half]))]
-            for view, half in zip(views, (prefills, ways.decodes), strict=True)
-        )
+        one = prefills[policy.decide(views[0], self._core.view([of.row for of in prefills]))]
+        decodes = [of for of in ways.decodes if self._can_move(one, of)]
+        if not decodes:
+            return None, views[1]
+        other = decodes[policy.decide(views[1], self._core.view([of.row for of in decodes]))]
         return PairChoice(one, other, ways.prompt_tokens - other.usable_tokens, 0.0, float("inf")), views[1]
 
     def _book(self, asked: AskedPair, ways: Ways, pair: PairChoice, seen: RequestView | None = None) -> PairDecision:

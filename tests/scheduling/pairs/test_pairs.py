@@ -9,6 +9,7 @@ import pytest
 import preble
 from preble import GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec
 from preble.errors import DuplicateRequest, InvalidConfig, InvalidInput, InvalidTokens, NoWorkers, UnknownWorker
+from preble.policies.base import POLICIES
 from preble.scheduling.pairs.handovers import HandOvers
 from preble.scheduling.pairs.price import HalfTerms, cheapest_pair, room_price, wait_for_prefills
 from preble.types import PairDecision, Role
@@ -259,6 +260,21 @@ def test_another_policy_chooses_either_half(policy: str) -> None:
     scheduler.check()
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_workers_that_cannot_hand_kv_to_each_other_make_no_pair(policy: str) -> None:
+    """Regression: policies other than E2 chose who decodes among all, and half of the prompts were computed twice."""
+    scheduler, _ = fleet({"p": "prefill", "d": "decode", "b": "both"}, policy=policy)
+    for name in ("p", "d"):
+        scheduler.can_move_kv(name, "layout", 1000)
+    found = [scheduler.schedule_pair(prompt(n), max_new_tokens=50) for n in range(8)]
+    pairs = {(one.prefill_worker, one.worker) for one in found}
+    assert ("p", "d") in pairs and pairs <= {("p", "d"), (None, "b")}
+    apart = scheduler.explain_pair(prompt(8), exclude=["d"])
+    alone = scheduler.schedule_pair(prompt(8), exclude=["d"])
+    assert (alone.prefill_worker, alone.worker, apart.worker) == (None, "b", "b")
+    scheduler.check()
+
+
 # --- bookings ---------------------------------------------------------------------------------------------------------
 
 
@@ -296,6 +312,21 @@ def test_whatever_ends_a_request_ends_its_prefill() -> None:
         assert live(scheduler) == {"p": 0, "d": 0}, end
         assert scheduler.stats()["live_requests"] == 0
         scheduler.check()
+
+
+def test_who_renews_a_request_renews_the_half_that_is_prefilled() -> None:
+    """Regression: that half expired from its booking on, and its worker, which prefilled still, looked idle."""
+    scheduler, clock, found = separated(lease_seconds=60.0)
+    clock.advance(50.0)
+    assert scheduler.renew("r")
+    clock.advance(20.0)
+    scheduler.tick()
+    assert scheduler.stats()["expired_leases"] == 0 and live(scheduler) == {"p": 1, "d": 1}
+    assert scheduler.prefill_done("r") and scheduler.renew("r") and not scheduler.renew(found.prefill_request_id)
+    clock.advance(70.0)
+    scheduler.tick()
+    assert scheduler.stats()["expired_leases"] == 1 and not scheduler.renew("r")
+    scheduler.check()
 
 
 def test_a_prefill_that_its_worker_does_not_have_is_given_back_alone() -> None:
@@ -357,6 +388,23 @@ def test_a_restored_scheduler_knows_roles_and_gives_back_what_belongs_to_nobody(
     assert live(restored) == {"p": 0, "d": 1}
     restored.check()
     assert restored.finish("r") and restored.schedule_pair(prompt(1)).prefill_worker == "p"
+    restored.check()
+
+
+def test_halves_are_given_back_by_the_time_that_goes_on_in_a_restored_scheduler() -> None:
+    """Regression: by the new clock as it is, which may be far ahead; then all that was assigned had expired."""
+    scheduler, clock = fleet({"p": "prefill", "d": "decode", "b": "both"})
+    clock.advance(1000.0)
+    for n in range(5):
+        scheduler.schedule(prompt(n))
+    assert scheduler.schedule_pair(prompt(5), max_new_tokens=9).prefill_worker == "p"
+    other = ManualClock(clock() + 600.0)
+    restored = GlobalScheduler.restore(scheduler.snapshot(), clock=other)
+    assert restored.now() == clock() and live(restored) == {"p": 0, "d": 1, "b": 5}
+    assert {name: one["window_requests"] for name, one in restored.stats()["workers"].items()} == live(restored)
+    other.advance(400.0)
+    restored.tick()
+    assert restored.stats()["workers"]["b"]["window_requests"] == 0
     restored.check()
 
 

@@ -222,6 +222,23 @@ def test_the_halves_of_another_router_s_pair_are_known_on_workers_that_do_both()
     assert [accounts[name]["mean_output_tokens"] for name in ("b", "c")] == [0.0, 40.0]
 
 
+def test_a_decode_half_makes_no_prefill_for_its_prefix_group() -> None:
+    """Regression: the group kept the prefill that its worker's window had given up."""
+    scheduler, clock = fleet({"p": "prefill", "b": "both"})
+    scheduler.core.groups.start()
+    first = scheduler.schedule(prompt(0))
+    scheduler.first_token(first.request_id)
+    before = scheduler.stats()["workers"]["b"]["window_prefill_seconds"]
+    scheduler.apply("b", [RequestPlaced("A", "r", [*prompt(0), *prompt(1, 200)], None, 40, half="decode")])
+    (share,) = scheduler.core.groups.show()
+    requests, prefill_ns, output_tokens, *_ = share["now"]
+    assert (requests, prefill_ns, output_tokens) == (1, 0, 40)
+    assert scheduler.stats()["workers"]["b"]["window_prefill_seconds"] == before
+    scheduler.apply("b", [RequestEnded("A", "r")])
+    assert scheduler.core.groups.show()[0]["now"][:3] == (0, 0, 0)
+    scheduler.check()
+
+
 @pytest.mark.parametrize("end", ["cancelled", "lost"])
 @pytest.mark.parametrize("half", ["prefill", "decode"])
 def test_a_half_of_another_router_s_that_ends_without_a_result_leaves_nothing(half: Any, end: str) -> None:

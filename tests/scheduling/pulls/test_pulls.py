@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import uuid
+from collections.abc import Hashable
 from dataclasses import asdict
 from typing import Any
 
@@ -222,6 +224,7 @@ def test_the_cheapest_source_is_chosen_among_those_that_have_most() -> None:
 # --- the scheduler ----------------------------------------------------------------------------------------------------
 
 PROMPT = list(range(1000))
+STEPS = (*("schedule", "pull_ended") * 3, "first_token", "finish", "cancel", "restore", "pass_time")
 
 
 def made(*able: str, **options: Any) -> tuple[GlobalScheduler, ManualClock]:
@@ -235,6 +238,15 @@ def made(*able: str, **options: Any) -> tuple[GlobalScheduler, ManualClock]:
     return found, clock
 
 
+def range_of(number: int, tokens: int = 1000) -> list[int]:
+    return list(range(10_000 * (number + 1), 10_000 * (number + 1) + tokens))
+
+
+def sums_of(worker: Any) -> list[float]:
+    """What a worker has been assigned and has to do, as a snapshot keeps it."""
+    return [value for name, value in worker.items() if name.startswith(("live_", "waiting_", "window_"))]
+
+
 def serve(scheduler: GlobalScheduler, worker: str, prompt: list[int] = PROMPT) -> None:
     """Have a worker compute a prompt."""
     others = [name for name in "abc" if name != worker]
@@ -243,10 +255,11 @@ def serve(scheduler: GlobalScheduler, worker: str, prompt: list[int] = PROMPT) -
     scheduler.finish(decision, output_tokens=1)
 
 
-def test_a_request_is_sent_with_a_pull_where_its_worker_lacks_what_another_has() -> None:
+@pytest.mark.parametrize("request_id", [None, uuid.UUID(int=1)])
+def test_a_request_is_sent_with_a_pull_where_its_worker_lacks_what_another_has(request_id: Hashable) -> None:
     scheduler, _ = made("a", "b")
     serve(scheduler, "a")
-    decision = scheduler.schedule(PROMPT, exclude=["a", "c"])
+    decision = scheduler.schedule(PROMPT, request_id=request_id, exclude=["a", "c"])
     found = scheduler.pull_for(decision, PROMPT)
     assert found is not None and (found.source, found.moved_tokens) == ("a", 999)
     assert found.wait_seconds == found.pull_seconds, "its own prefill is nothing that it waits for"
@@ -290,10 +303,11 @@ def test_explain_shows_the_pull_also_where_it_is_not_worth_while() -> None:
     assert scheduler.stats()["pulls"]["asked"] == 0, "an explanation is no pull"
 
 
-def test_once_it_is_over_the_rest_is_booked_and_the_link_is_learned() -> None:
+@pytest.mark.parametrize("request_id", [None, uuid.UUID(int=1)])
+def test_once_it_is_over_the_rest_is_booked_and_the_link_is_learned(request_id: Hashable) -> None:
     scheduler, clock = made("a", "b")
     serve(scheduler, "a")
-    decision = scheduler.schedule(PROMPT, exclude=["a", "c"])
+    decision = scheduler.schedule(PROMPT, request_id=request_id, exclude=["a", "c"])
     assert scheduler.booked_seconds(decision) > 1.0
     clock.advance(0.25)
     assert scheduler.pull_ended(decision, 900, "a", Transfer(999, 900, 900_000, 0.25, 0.01, 0.02))
@@ -308,6 +322,58 @@ def test_once_it_is_over_the_rest_is_booked_and_the_link_is_learned() -> None:
     assert scheduler.stats()["workers"]["b"]["waiting_prefill_seconds"] == 0.0
     assert scheduler.stats()["pulls"]["links"] == 1
     scheduler.check()
+
+
+def test_what_a_pull_has_brought_is_given_back_as_it_was_booked() -> None:
+    """Regression: the lease had more cached tokens than its slice of the window. A snapshot was refused, and what was
+    cancelled left fewer than none, so that a share of hits below 0 made a full worker look like a gain."""
+    clock = ManualClock(1000.0)
+    scheduler = GlobalScheduler([WorkerSpec(name, kv_capacity_tokens=1500) for name in "ab"], clock=clock)
+    scheduler.finish(scheduler.schedule(range_of(5)), output_tokens=1)
+    decision = scheduler.schedule(PROMPT)
+    assert scheduler.pull_ended(decision, 900, "b", Transfer(999, 900, 900_000, 0.25, 0.01, 0.02))
+    restored = GlobalScheduler.restore(scheduler.snapshot(), clock=clock)
+    for one in (scheduler, restored):
+        one.check()
+        assert one.cancel(decision)
+        one.check()
+        assert min(cost.eviction_seconds for cost in one.explain(range_of(6)).workers) >= 0.0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_follows_a_pull_the_sums_are_those_of_the_requests(seed: int) -> None:
+    rng, clock = random.Random(seed), ManualClock(1000.0)
+    config = SchedulerConfig(history_seconds=36.0, lease_seconds=90.0)
+    scheduler = GlobalScheduler(
+        [WorkerSpec(name, kv_capacity_tokens=3000) for name in "ab"], config=config, clock=clock
+    )
+    live: list[int] = []
+    for number in range(250):
+        step, one = rng.choice(STEPS), rng.choice(live) if live else None
+        cached = rng.choice([0, 5, 400, 900, 5000])
+        if step == "schedule":
+            live.append(number)
+            scheduler.schedule(range_of(rng.randrange(4), rng.choice([20, 500, 1000])), request_id=number)
+        elif step == "restore":
+            before = scheduler.stats()["workers"]
+            scheduler = GlobalScheduler.restore(scheduler.snapshot(), clock=clock)
+            after = scheduler.stats()["workers"]
+            assert [sums_of(after[name]) for name in "ab"] == [sums_of(before[name]) for name in "ab"]
+        elif step == "pass_time":
+            clock.advance(rng.choice([0.1, 0.1, 2.0, 40.0]))
+            scheduler.tick()
+        elif step == "pull_ended" and one is not None:
+            scheduler.pull_ended(one, cached)
+        elif step == "first_token" and one is not None:
+            scheduler.first_token(one, cached_tokens=min(cached, 20))
+        elif one is not None:
+            live.remove(one)
+            getattr(scheduler, step)(one)
+        scheduler.check()
+    for one in live:
+        scheduler.cancel(one)
+    scheduler.check()
+    assert all(worker["live_requests"] == 0 for worker in scheduler.stats()["workers"].values())
 
 
 def test_a_pull_that_brings_nothing_takes_nothing_from_what_is_booked() -> None:
