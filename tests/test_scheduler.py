@@ -1420,3 +1420,31 @@ def test_a_request_whose_namespace_finds_no_room_is_placed_all_the_same() -> Non
     scheduler.apply("a", [stored])
     scheduler.check()
     assert scheduler.stats()["live_requests"] == 0
+
+
+@pytest.mark.parametrize("ask", ["explain", "schedule", "schedule_many"])
+def test_a_prompt_of_an_unknown_namespace_is_placed_while_another_prefix_is_redirected(ask: str) -> None:
+    """The redirect was looked for from a root that there was none of: the process ended."""
+    clock, hot = ManualClock(1000.0), list(range(4000))
+    sched = GlobalScheduler(["a", "b", "c"], policy="e2-paper", clock=clock, cost_model="mistral-7b/a6000")
+    for number in range(101):
+        sched.schedule([*hot, 10**6 + number], max_new_tokens=100)
+        clock.advance(0.05)
+        if number % 20 == 0:
+            sched.tick()
+    assert sched.core.redirects.show()
+    prompt = [[1, 2, 3]] if ask == "schedule_many" else [1, 2, 3]
+    found = getattr(sched, ask)(prompt, namespace="new")
+    assert (found[0] if ask == "schedule_many" else found).matched_tokens in (0, {})
+    sched.check()
+
+
+def test_what_is_explained_by_a_policy_leaves_nothing_to_the_next_decision() -> None:
+    """E2 took what workers hold of the prompt that was explained for what they hold of the next one."""
+    sched = GlobalScheduler(["a", "b"], clock=ManualClock(0.0))
+    known, other = list(range(1000)), list(range(5000, 6000))
+    sched.finish(sched.schedule(known), output_tokens=5)
+    sched.explain([*known, 7], group="g")
+    sched.check()
+    decision = sched.schedule(other)
+    assert (decision.reason, decision.matched_tokens) == ("explore", 0)

@@ -233,11 +233,11 @@ cdef class DecisionCore(E2):
         """Let a Python policy choose among the eligible workers; it sees every term and changes nothing."""
         cdef uint32_t i
         cdef Scratch* s = &self.scratch
-        clear_scratch(s)
         s.workers = self.tree.t.worker_end
         cdef uint32_t best = self.gather(s, request)
         cdef Prices prices = self.prices(request, best)
         self.weigh_all(s, request, self.least_held(best, request.count), &prices)
+        clear_scratch(s)                         # before what may raise; terms stay
         for i in range(s.workers):
             s.terms[i].candidate = s.terms[i].weighed
         indices = [i for i in range(s.workers) if s.terms[i].weighed]
@@ -590,7 +590,7 @@ cdef class DecisionCore(E2):
         cdef const Redirect* redirect = NULL
         cdef Terms* terms = self.scratch.terms
         cdef uint32_t at, i, chosen = NONE
-        if (table != NULL and walk_holds(&self.tree.t, request.walk)
+        if (table != NULL and request.root != NONE and walk_holds(&self.tree.t, request.walk)
                 and (choice.reason == EXPLOIT or request.walk.matched > self.exploit_ratio * request.count)):
             redirect = find_redirect(table, &self.tree.t, request.walk, choice.worker)
         if redirect == NULL or (redirect.source != NONE and choice.reason != EXPLOIT):
@@ -617,7 +617,6 @@ cdef class DecisionCore(E2):
             if policy.takes_plans and choice.worker != NONE and self.redirect(request, choice):
                 return REASON_NAMES[choice.reason]
             return str(policy.reason)
-        clear_scratch(&self.scratch)
         self.scratch.workers = self.tree.t.worker_end
         choice[0] = self.choose_e2(&self.scratch, request)
         clear_scratch(&self.scratch)
@@ -886,6 +885,7 @@ cdef class DecisionCore(E2):
         self.tree.check()
         self.loads.check()
         self.accuracy.check()
+        assert self.scratch.count == 0, "a decision has left what workers hold of its prompt behind"
         known = [key for key in self.leases.values() if self.live_lease(key) != NULL]
         pending = sum(1 for key in self.leases.values() if key == PENDING)
         assert len(known) <= self.loads.live <= len(known) + pending, (

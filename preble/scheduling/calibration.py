@@ -142,9 +142,10 @@ class Calibrator:
         with self._core.tree:
             for worker in self._workers.values():
                 members.setdefault(worker.key, []).append(worker)
-            self._groups = {key: self._groups.get(key, PRIOR) for key in members}
-            self._unmeasured = {key: self._unmeasured.get(key, PRIOR) for key in members}
-            self._pooled = {key: self._pooled.get(key, 0) for key in members}
+            if self._groups.keys() != members.keys():
+                self._groups = {key: self._groups.get(key, PRIOR) for key in members}
+                self._unmeasured = {key: self._unmeasured.get(key, PRIOR) for key in members}
+                self._pooled = {key: self._pooled.get(key, 0) for key in members}
             self._learned &= members.keys()
             pools = {key: self._pool(key, self._together(key, group)) for key, group in members.items()}
             if not self._changed and not any(pools.values()):
