@@ -680,6 +680,10 @@ class GlobalScheduler(PairCalls):
         with self._lock:
             self._clock, self._ahead_seconds = snapshot.clock_of(self._clock)  # first: `_adopt` gives halves back
             snapshot.fill(self._parts(), self._adopt)
+            if self._pairs is None:  # as `_adopt` does, where workers have roles
+                from .scheduling.pairs.halves import give_back_strays
+
+                give_back_strays(self.core, self.now())
             self._counts_here.update(snapshot.counts)
             self._reasons.update(snapshot.reasons)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .._placement.request_api import hashable
-from ..errors import CapacityExceeded, DuplicateRequest, NoWorkers, PrebleError
+from ..errors import CapacityExceeded, DuplicateRequest, NoWorkers
 from ..types import BATCH, BOTH, INTERACTIVE, PREFILL, Claim, Priority, claim_of
 from .charges import Charges
 from .flow_control import FlowConfig, FlowControl, HeldRequest, Turn
@@ -108,13 +108,13 @@ class _Offered:
     asked: dict[str, Any]
     claim: Claim
     is_new: bool = True
-    failed: PrebleError | None = None
+    failed: Exception | None = None
 
 
 class AdmissionQueue:
     """See the module. Not thread-safe: belongs to one thread or loop. `on_turn(request_id, decision)`: a worker was
     chosen and booked, send the request there; `on_refused(request_id, error)`: a request that waited is refused, or
-    cannot be placed. Neither may raise; both may call this queue.
+    cannot be placed, with what its policy raised where it is that. Neither may raise; both may call this queue.
 
     At most `FlowConfig.waiting_max` requests wait; beyond, the newest of the tenant with the most of them is refused.
     Requests that are scheduled past this queue are not seen here, and what waits is underestimated by them.
@@ -127,7 +127,7 @@ class AdmissionQueue:
         self,
         scheduler: Scheduling,
         on_turn: Callable[[Hashable, Any], object],
-        on_refused: Callable[[Hashable, PrebleError], object],
+        on_refused: Callable[[Hashable, Any], object],
         *,
         config: FlowConfig | None = None,
         workers_yield: bool = False,
@@ -184,8 +184,9 @@ class AdmissionQueue:
         self._held[request_id] = held
         try:
             self.control.offer(held, now)
-        except CapacityExceeded:
-            del self._held[request_id]
+        except BaseException:
+            self._held.pop(request_id, None)
+            self.control.withdraw(held)
             raise
         finally:
             offered.is_new = False
@@ -279,7 +280,7 @@ class AdmissionQueue:
         schedule: Callable[..., Any] = self.scheduler.schedule_pair if self._pairs else self.scheduler.schedule
         try:
             decision = schedule(offered.token_ids, request_id=name, exclude=exclude, **offered.asked)
-        except PrebleError as error:
+        except Exception as error:  # noqa: BLE001  a policy may raise anything, and is not to stop the others
             self._end(held, error)
             return None
         worker = (decision.prefill_worker if self._pairs else None) or decision.worker
@@ -299,7 +300,7 @@ class AdmissionQueue:
         """See `FlowOwner`."""
         self._end(held, error)
 
-    def _end(self, held: HeldRequest, error: PrebleError) -> None:
+    def _end(self, held: HeldRequest, error: Exception) -> None:
         """A request ends without a worker: its caller still waits for `offer` to return, or learns of it so."""
         offered: _Offered = held.owner
         del self._held[offered.request_id]

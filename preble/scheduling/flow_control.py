@@ -424,14 +424,15 @@ class FlowControl:
         return False
 
     def _room_of(self, tenant: str, spare: frozenset[str] | None) -> frozenset[str] | None:
-        """The workers without room for a tenant that wants more than its share; None if that is all."""
+        """The workers without room for a tenant that wants more than its share; None if there are some and that is
+        all."""
         if spare is None:
             return None
         workers = self._owner.workers()
         share = YIELDING_SHARE if self._owner.workers_yield() else PLACES_SHARE
         share = max(share, self._weight(tenant) / max(len(self._recent) - 1, 1))  # its due is never less
         full = spare | self._places.full(tenant, workers, share)
-        return None if len(full) == len(workers) else full
+        return None if workers and len(full) == len(workers) else full
 
     def _try(self, held: HeldRequest, closed: frozenset[str], now: float) -> bool:
         """Whether a request does not wait any more."""
@@ -460,12 +461,13 @@ class FlowControl:
         return True
 
     def _closed(self, hold_seconds: float | None) -> frozenset[str] | None:
-        """The workers without room; None if that is all."""
+        """The workers without room; None if there are some and that is all. Where there is none, who places what waits
+        ends it."""
         if hold_seconds is None:
             return _NO_WORKERS
         workers = self._owner.workers()
         closed = frozenset(name for name in workers if self._waits.waiting_seconds(name) > hold_seconds)
-        return None if len(closed) == len(workers) else closed
+        return None if workers and len(closed) == len(workers) else closed
 
     # --- refusing -----------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from .._placement.bookings import DecisionCore
 from .._placement.request_api import choice_to_come, hashable, names_session, output_limit
 from ..batching.fair_shares import TENANTS_MAX
-from ..errors import DuplicateRequest, Overloaded
+from ..errors import DuplicateRequest, NoWorkers, Overloaded
 from ..lazy_typing import TYPE_CHECKING, Any, dataclass
 from ..types import BATCH, Claim, check_int
 from .charges import Charge, Charges, ServiceSeconds
@@ -94,13 +94,16 @@ class Tenants:
             late |= frozenset(name for name in own if scale * booked[name] > SPARE_SECONDS)
         if len(late) < len(own):
             return late
+        raise self.refusal(claim, min(waits.values()))
+
+    def refusal(self, claim: Claim, wait: float) -> Overloaded:
+        """Count a request that is refused, with so many seconds to wait where it would come first."""
         self._refused += 1
-        wait = min(waits.values())
         if claim.deadline_seconds is not None and wait > claim.deadline_seconds:
             text = f"the first token would take {wait:.3g} s, it is of use for {claim.deadline_seconds:.3g} s"
         else:
             text = f"every worker has work for {wait:.3g} s, which goes before batch work"
-        raise Overloaded(text, retry_after_seconds=max(wait, 1e-3))
+        return Overloaded(text, retry_after_seconds=max(wait, 1e-3))
 
     @staticmethod
     def _is_late(claim: Claim, wait: float) -> bool:
@@ -215,13 +218,21 @@ def place_claimed(
     """Leave out the workers at which a request would come too late, place it, and charge what it is booked for. Raises
     `Overloaded`, and what `schedule` does; then nothing has changed. Under the lock."""
     predicted: dict[str, float] = {}
+    late: frozenset[str] = frozenset()
     if claim.deadline_seconds is not None or claim.priority == BATCH:
         booked, own = _waits(scheduler, token_ids, exclude, asked)
-        exclude = [*exclude, *tenants.admit(claim, booked, own)]
-        predicted = {} if claim.deadline_seconds is None else {name: booked[name] + own[name] for name in own}
-    decision = scheduler.schedule(token_ids, exclude=exclude or (), **asked)
+        late = tenants.admit(claim, booked, own)
+        predicted = {name: booked[name] + own[name] for name in own}
+    try:
+        decision = scheduler.schedule(token_ids, exclude=[*exclude, *late] or (), **asked)
+    except NoWorkers:
+        if not late:
+            raise
+        # Who is in time leaves: it takes only what it has cached, and nothing where no other is left.
+        raise tenants.refusal(claim, tenants.scale * min(predicted[name] for name in late)) from None
     key = scheduler.core.live_key(decision.request_id)
-    seconds, wait = scheduler.booked_seconds(decision.request_id), predicted.get(decision.worker)
+    seconds = scheduler.booked_seconds(decision.request_id)
+    wait = None if claim.deadline_seconds is None else predicted.get(decision.worker)
     tenants.placed(key, claim, decision.worker, decision.prompt_tokens, seconds, wait, scheduler.now())
     return decision
 

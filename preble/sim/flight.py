@@ -14,7 +14,8 @@ from .worker import SimWorker
 class Flight:
     """A request on its way: its row, its prompt, what it asked for, and how much of its answer has come: `emitted` is
     right after the first token, at the end, and where its worker dies; `emitted_before` came from workers before this
-    one. `handed_over`: another worker has prefilled it for the one that decodes it."""
+    one. `handed_over`: another worker has prefilled it for the one that decodes it. `placement`: another number
+    whenever it is placed anew, or over."""
 
     request: PromptRequest
     row: int
@@ -25,6 +26,7 @@ class Flight:
     emitted_before: int = 0
     worker: SimWorker | None = None
     handed_over: bool = False
+    placement: int = 0
 
     def tokens_so_far(self) -> Int32Array:
         """The prompt and what is emitted."""

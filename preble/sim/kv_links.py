@@ -130,7 +130,7 @@ class SimLinks:
         missing = max(moving.source.cached_tokens(tokens) - own, 0)
         seconds = missing * link.token_bytes / link.bytes_per_second
         left = moving.deadline - now - link.latency_seconds
-        come = missing if seconds <= left else int(missing * max(left, 0.0) / seconds)
+        come = missing if not missing or seconds <= left else int(missing * max(left, 0.0) / seconds)
         moving.tokens = own + come
         moving.source.hold_up(come * link.token_bytes * link.copy_byte_seconds)
         self._timeline.at(min(now + link.latency_seconds + seconds, moving.deadline), self._arrive, moving)

@@ -77,8 +77,9 @@ class SimRouters:
             else:
                 self._report_to_others(worker, router, RequestPrefilled(str(router), request_id, cached_tokens))
 
-    def report_aborted(self, worker: str, router: int, request_id: str) -> None:
-        """A worker goes on with a request no more, and its own router knows."""
+    def report_aborted(self, aborted: tuple[str, int, str]) -> None:
+        """A worker goes on with a request no more, and its own router knows: (worker, router, request)."""
+        worker, router, request_id = aborted
         self._report_to_others(worker, router, RequestEnded(str(router), request_id, None))
 
     def _report_to_others(self, worker: str, router: int, event: CacheEvent) -> None:

@@ -201,19 +201,23 @@ class Simulation:
         worker = self._pairs.begin(flight, decision)
         self._note_sent(flight, worker, decision.matched_tokens)
         one = flight.planned_ids[flight.emitted :][:1]
-        self._later(self._config.network_seconds, self._submit, (flight, worker, token_ids, one))
+        self._later(self._config.network_seconds, self._submit, (flight, flight.placement, worker, token_ids, one))
 
     def _go_on(self, flight: Flight, worker: SimWorker) -> None:
         """Send a request whose first token came from another worker to the one that decodes it."""
         self._note_sent(flight, worker, 0)
-        sent = (flight, worker, flight.tokens_so_far(), flight.planned_ids[flight.emitted :])
+        left = flight.planned_ids[flight.emitted :]
+        sent = (flight, flight.placement, worker, flight.tokens_so_far(), left)
         self._later(self._config.network_seconds, self._submit, sent)
 
-    def _drop_pair(self, flight: Flight) -> None:
-        """A request is placed anew, or over; of a pair the one that prefills it stops."""
-        worker = None if self._pairs is None else self._pairs.drop(flight)
+    def _drop_placement(self, flight: Flight, aborted: SimWorker | None = None) -> None:
+        """A request is placed anew, or over: what is under way to a worker is not queued there; of a pair the one that
+        prefills it stops. `aborted`: the worker that has stopped already."""
+        flight.placement += 1
+        prefills = None if self._pairs is None else self._pairs.drop(flight)
+        worker = aborted if prefills is None else prefills
         if worker is not None:
-            self.routers.report_aborted(worker.name, flight.router, flight.request.request_id)
+            self._report_to_peers(self.routers.report_aborted, (worker.name, flight.router, flight.request.request_id))
 
     def _note_sent(self, flight: Flight, worker: SimWorker, matched_tokens: int) -> None:
         row = flight.row
@@ -228,7 +232,7 @@ class Simulation:
         left = flight.planned_ids[flight.emitted :] if flight.emitted else flight.planned_ids
         worker = self._workers[decision.worker]
         self._note_sent(flight, worker, decision.matched_tokens)
-        sent, network_seconds = (flight, worker, token_ids, left), self._config.network_seconds
+        sent, network_seconds = (flight, flight.placement, worker, token_ids, left), self._config.network_seconds
         if self._links is not None and self._links.holds(
             self.routers.schedulers[flight.router],
             flight.request.request_id,
@@ -239,23 +243,21 @@ class Simulation:
             return
         self._later(network_seconds, self._submit, sent)
 
-    def _submit(self, sent: tuple[Flight, SimWorker, Int32Array, Int32Array]) -> None:
-        flight, worker, token_ids, left = sent
-        if flight.worker is not worker:
+    def _submit(self, sent: tuple[Flight, int, SimWorker, Int32Array, Int32Array]) -> None:
+        flight, placement, worker, token_ids, left = sent
+        if flight.placement != placement:
             return
         claim = self._claim_at_worker(flight)
         if not worker.submit(flight.request.request_id, token_ids, left, claim):
             self.routers.schedulers[flight.router].cancel(flight.request.request_id)
             if self._queues:
                 self._queues[flight.router].ended(flight.request.request_id)
-            self._drop_pair(flight)
+            self._drop_placement(flight)
             self._refuse(flight)
         elif len(self.routers.schedulers) > 1:
             half = None if self._pairs is None else self._pairs.half_of(flight, worker)
             placed = (worker.name, flight.router, flight.request.request_id, token_ids, len(left), half)
-            peers = self._config.peer_delay_seconds
-            delay = self._config.event_delay_seconds if peers is None else peers
-            self._later(delay, self.routers.report_placed, placed)
+            self._report_to_peers(self.routers.report_placed, placed)
 
     def _claim_at_worker(self, flight: Flight) -> Claim | None:
         """What its worker is given of a request's claim."""
@@ -272,7 +274,7 @@ class Simulation:
         if worker is not None:
             flight.worker = None
             worker.abort(request_id)
-            self._drop_pair(flight)
+            self._drop_placement(flight, worker)
             self.routers.schedulers[flight.router].cancel(request_id)
         self._queues[flight.router].ended(request_id)
         self._refuse(flight)
@@ -346,7 +348,7 @@ class Simulation:
         flight, worker, prefilled_on, cached_tokens, output_tokens = news
         request_id, scheduler = flight.request.request_id, self.routers.schedulers[flight.router]
         seen = (flight.router, request_id, cached_tokens, None), (flight.router, request_id, None, 1)
-        self.routers.report_others((prefilled_on, seen))
+        self._later(self._config.peer_delay_seconds or 0.0, self.routers.report_others, (prefilled_on, seen))
         if flight.worker is not worker:
             return
         scheduler.prefill_done(request_id, cached_tokens=cached_tokens)
@@ -354,6 +356,12 @@ class Simulation:
             scheduler.finish(request_id, output_tokens=output_tokens)
         if self._queues:
             self._report_to_queues([(flight.router, request_id, cached_tokens, output_tokens)])
+
+    def _report_to_peers(self, report: Callable[[Any], None], subject: object) -> None:
+        """The other routers, if any, learn of what its own router and worker have just done."""
+        if len(self.routers.schedulers) > 1:
+            peers = self._config.peer_delay_seconds
+            self._later(self._config.event_delay_seconds if peers is None else peers, report, subject)
 
     def _later(self, seconds: float, action: Callable[[Any], None], subject: object) -> None:
         """Do it once the report has arrived; at once where that takes no time."""
@@ -446,7 +454,7 @@ class Simulation:
         self._count_emitted(worker)
         waiting = [] if self._pairs is None else self._pairs.on(worker)
         for flight in [one for one in self._flights.values() if one.worker is worker or one in waiting]:
-            self._drop_pair(flight)
+            self._drop_placement(flight)
             self.routers.schedulers[flight.router].cancel(flight.request.request_id)
             if self._queues:
                 self._queues[flight.router].ended(flight.request.request_id)

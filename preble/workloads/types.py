@@ -66,6 +66,8 @@ class PromptRequest:
             check_seconds(f"PromptRequest.{name}", getattr(self, name), InvalidInput)
         if self.deadline_seconds is not None:
             check_seconds("PromptRequest.deadline_seconds", self.deadline_seconds, InvalidInput)
+            if not self.deadline_seconds:
+                raise InvalidInput(f"PromptRequest.deadline_seconds must be positive, got {self.deadline_seconds!r}")
         if self.priority not in PRIORITIES:
             raise InvalidInput(f"PromptRequest.priority must be one of {', '.join(PRIORITIES)}, got {self.priority!r}")
 

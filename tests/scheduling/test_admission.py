@@ -11,7 +11,8 @@ import pytest
 
 import preble
 from preble import GlobalScheduler, ManualClock, WorkerSpec
-from preble.errors import DuplicateRequest, InvalidInput, NoWorkers, Overloaded, PrebleError, QueueFull
+from preble.errors import DuplicateRequest, InvalidInput, NoWorkers, Overloaded, QueueFull
+from preble.policies.base import RequestView, WorkersView
 from preble.scheduling.admission import AdmissionQueue
 from preble.scheduling.flow_control import FlowConfig
 
@@ -26,12 +27,12 @@ def prompt(number: int, tokens: int = 500) -> list[int]:
 class Application:
     """Who holds a queue: what was called back, and its workers, which are told when to begin and to end."""
 
-    def __init__(self, *workers: str, **flow: Any) -> None:
+    def __init__(self, *workers: str, policy: Any = "e2", **flow: Any) -> None:
         self.clock = ManualClock()
         specs = [WorkerSpec(name, kv_capacity_tokens=1_000_000) for name in workers or ("a",)]
-        self.scheduler = GlobalScheduler(specs, cost_model=COST, clock=self.clock)
+        self.scheduler = GlobalScheduler(specs, cost_model=COST, clock=self.clock, policy=policy)
         self.sent: list[Hashable] = []
-        self.refused: dict[Hashable, PrebleError] = {}
+        self.refused: dict[Hashable, Exception] = {}
         config = FlowConfig(**{"hold_seconds": 1.5 * WORK, "spare_seconds": 0.1, **flow})
         self.queue = AdmissionQueue(self.scheduler, self.turn, self.refused.__setitem__, config=config)
         self.numbers = iter(range(1_000_000))
@@ -185,3 +186,45 @@ def test_a_request_that_names_nothing_waits_with_the_others() -> None:
     for number in range(4):
         app.offer(f"r{number}")
     assert len(app.queue) > 0
+
+
+class Choosy(preble.Policy):
+    name = "choosy"
+
+    def score(self, request: RequestView, workers: WorkersView) -> list[float]:
+        if str(request.request_id).startswith("bad"):
+            raise ValueError("no such request")
+        if request.request_id == "interrupted":
+            raise KeyboardInterrupt
+        return [0.0] * len(workers.ids)
+
+
+def test_a_request_for_which_a_policy_raises_ends_and_does_not_stop_the_others() -> None:
+    """Regression: it stayed first in its line, and every later call raised its error."""
+    app = Application(policy=Choosy(), hold_seconds=0.5 * WORK)
+    with pytest.raises(ValueError, match="no such request"):
+        app.offer("bad at once")
+    with pytest.raises(KeyboardInterrupt):
+        app.offer("interrupted")
+    assert len(app.queue) == 0
+    for name in ("r0", "bad", "r1"):
+        app.offer(name)
+    app.serve("r0")
+    assert app.sent == ["r0", "r1"] and len(app.queue) == 0
+    assert list(app.refused) == ["bad"] and isinstance(app.refused["bad"], ValueError)
+    app.serve("r1")
+    assert app.scheduler.stats()["live_requests"] == 0
+
+
+@pytest.mark.parametrize("hold_seconds", [None, 0.5 * WORK])
+def test_when_the_last_worker_leaves_what_waits_is_refused(hold_seconds: float | None) -> None:
+    """Regression: with `hold_seconds` it waited for good, past its deadline; batch work did so without it as well."""
+    app = Application(hold_seconds=hold_seconds)
+    app.offer("runs")
+    app.offer("waits", deadline_seconds=5.0)
+    app.offer("batch", priority="batch")
+    app.scheduler.remove_worker("a")
+    app.queue.pump()
+    app.queue.check()
+    assert len(app.queue) == 0 and isinstance(app.refused["batch"], NoWorkers)
+    assert "waits" in (app.sent if hold_seconds is None else app.refused)

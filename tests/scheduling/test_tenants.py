@@ -210,6 +210,23 @@ def test_workers_that_are_excluded_do_not_make_a_request_timely() -> None:
         scheduler.schedule(prompt(9), deadline_seconds=1.0, exclude=["nobody"])
 
 
+@pytest.mark.parametrize("claim", [{"deadline_seconds": 0.5}, {"priority": BATCH}])
+def test_a_worker_that_leaves_slowly_does_not_make_a_request_timely(claim: dict[str, Any]) -> None:
+    """Regression: `NoWorkers`, for the one that leaves was alone in time, and takes only what it has cached."""
+    scheduler, _ = fleet("a", "b")
+    for number in range(6):
+        scheduler.finish(scheduler.schedule([*prompt(0), number], exclude=["b"]).request_id, output_tokens=1)
+    scheduler.drain_worker("a", handover_seconds=60.0)
+    for number in range(1, 4):
+        assert scheduler.schedule(prompt(number)).worker == "b"
+    before = state(scheduler)
+    with pytest.raises(Overloaded) as refused:
+        scheduler.schedule(prompt(9), **claim)
+    assert refused.value.retry_after_seconds == pytest.approx(2.0, rel=0.01)
+    assert state(scheduler) == before and scheduler.stats()["tenants"]["refused"] == 1
+    scheduler.check()
+
+
 def test_what_is_predicted_follows_what_such_requests_have_waited() -> None:
     scheduler, clock = fleet()
     for number in range(3 * LEARNED_MIN):

@@ -87,6 +87,15 @@ def test_a_request_that_is_placed_anew_waits_for_its_own_pull_and_not_for_the_on
     assert found.scheduler_stats["live_requests"] == 0
 
 
+def test_who_asks_too_late_for_what_is_not_there_gets_nothing() -> None:
+    """A dead worker caches nothing, and the latency alone takes longer than the pull is worth."""
+    short = [request("a", 0.0, prefix=60, tail=0), request("b", 1.0, prefix=60, tail=5)]
+    link, death = KvLink(latency_seconds=0.5, least_tokens=0), WorkerDeath(0.5, "w0", 2.0)
+    found = run(*short, kv_link=link, faults=(death,))
+    assert found.outcome.tolist() == [1, 1] and found.cached_tokens[1] == 0
+    assert found.scheduler_stats["pulls"]["asked"] == 1 and found.scheduler_stats["pulls"]["moved_tokens"] == 0
+
+
 def test_an_idle_engine_stands_still_while_it_copies() -> None:
     copying = replace(LINK, copy_byte_seconds=5e-6)  # half a second for 1000 tokens
     found = run(request("a", 0.0), request("b", 5.0), kv_link=copying)

@@ -134,6 +134,29 @@ def test_several_routers_learn_of_both_halves() -> None:
         assert stats["live_requests"] == stats["peer_bookings"] == 0 and stats["peer_requests"] > 40
 
 
+def test_a_prompt_that_is_placed_anew_on_its_way_is_queued_once() -> None:
+    """Its decode's worker dies before the prompt has reached the other, which is chosen again."""
+    workers, death = (P, replace(D, id="d0"), replace(D, id="d1")), WorkerDeath(0.1, "d0", 0.0)
+    found = run(request("a", 0.0, tokens=300), workers=workers, network_seconds=0.4, faults=(death,))
+    assert found.outcome.tolist() == [1] and found.output_tokens.tolist() == [5]
+    assert found.ttft_seconds[0] == pytest.approx(0.1 + 0.4 + 0.3, abs=0.02)
+    assert found.counts["resumed"] == 1 and found.scheduler_stats["live_requests"] == 0
+    small = (replace(P, kv_capacity_tokens=100), *workers[1:])
+    refused = run(request("a", 0.0, tokens=300), workers=small, network_seconds=0.4, faults=(death,))
+    assert refused.outcome.tolist() == [2], "too long for who prefills"
+
+
+def test_routers_that_learn_late_of_a_half_learn_of_its_end_later() -> None:
+    requests = [request(f"r{n}", float(n), tokens=300) for n in range(6)]
+    config = SimConfig(workers=(P, D), cost_model=COST, kv_link=KvLink(), routers=2, peer_delay_seconds=0.5)
+    one = Simulation(Workload("test", requests), config, None)
+    assert (one.run().outcome == 1).all()
+    for each in one.routers.schedulers:
+        each.check()
+        stats = each.stats()
+        assert stats["peer_requests"] > 0 and stats["live_requests"] == stats["peer_events_ignored"] == 0
+
+
 def test_tenants_and_deadlines_wait_for_who_prefills() -> None:
     tenants = [replace(request(f"r{n}", 0.05 * n), tenant="ab"[n % 2], deadline_seconds=4.0) for n in range(30)]
     one = Simulation(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from preble import LocalConfig, WorkerSpec, sim
+from preble import CostModel, LocalConfig, WorkerSpec, sim
 from preble.errors import InvalidConfig
+from preble.scheduling.flow_control import FlowConfig
 from preble.sim.simulation import Simulation
-from preble.workloads import Workload, generate, poisson
+from preble.workloads import PromptRequest, Workload, generate, poisson
 
 LOCAL = LocalConfig(30_000, token_budget=512, max_running=64, max_waiting=10**6)
 
@@ -90,6 +92,22 @@ def test_workers_may_die_join_and_leave_under_several_routers() -> None:
     assert result.summary().finished == 400 and result.counts["resumed"] > 0
     for scheduler in run.routers.schedulers:
         assert scheduler.stats()["live_requests"] - scheduler.stats()["peer_bookings"] == 0
+        scheduler.check()
+
+
+@pytest.mark.parametrize("delay", [None, 0.7])
+def test_what_is_given_up_at_its_deadline_is_booked_nowhere(delay: float | None) -> None:
+    requests = [
+        PromptRequest(f"r{n}", (np.arange(3000, dtype=np.int32) + 10_000 * n,), 2, deadline_seconds=0.5)
+        for n in range(8)
+    ]
+    cost, more = CostModel([(0, 0.01), (1000, 1.01)]), {"workers": 1, "routers": 2, "flow": FlowConfig()}
+    run = Simulation(Workload("test", requests), settings(cost_model=cost, peer_delay_seconds=delay, **more), None)
+    assert (run.run().outcome == 2).all(), "three seconds each"
+    for scheduler in run.routers.schedulers:
+        stats = scheduler.stats()
+        assert stats["peer_requests"] > 0 and stats["peer_events_ignored"] == 0
+        assert stats["live_requests"] == stats["workers"]["w0"]["waiting_prefill_seconds"] == 0
         scheduler.check()
 
 

@@ -318,6 +318,23 @@ def test_draining_workers_stay_so_and_free_indices_stay_free() -> None:
     restored.check()
 
 
+def test_where_no_worker_with_a_role_is_left_prefill_halves_are_given_back() -> None:
+    """Nobody knows any more which requests they are of."""
+    clock, cost = ManualClock(), CostModel([(0, 0.01), (1000, 0.2)], context=(0, 0.0, 0.001, 1e-3))
+    scheduler = GlobalScheduler([WorkerSpec("b"), WorkerSpec("d", role="decode")], clock=clock, cost_model=cost)
+    made = [scheduler.schedule_pair([n] * 500, request_id=f"r{n}", max_new_tokens=1000) for n in range(30)]
+    assert sum(decision.prefill_worker == "b" for decision in made) > 20
+    scheduler.remove_worker("d")
+    restored = GlobalScheduler.restore(scheduler.snapshot(), clock=clock)
+    restored.check()
+    for each in (scheduler, restored):
+        for n in range(30):
+            each.cancel(f"r{n}")
+        worker = each.stats()["workers"]["b"]
+        assert each.stats()["live_requests"] == worker["live_requests"] == worker["waiting_prefill_seconds"] == 0
+        each.check()
+
+
 def test_ages_are_kept_on_another_clock_and_the_time_between_is_reported() -> None:
     clock = ManualClock(5000.0)
     original = GlobalScheduler(["a"], config=SchedulerConfig(lease_seconds=100.0), clock=clock)

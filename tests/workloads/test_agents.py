@@ -240,3 +240,9 @@ def test_a_wrong_flood_is_refused(flood: tuple[str, float, float, float]) -> Non
 def test_a_deadline_must_be_a_time() -> None:
     with pytest.raises(InvalidInput, match="deadline_seconds"):
         replace(two_groups().requests[0], deadline_seconds=-1.0)
+
+
+def test_a_deadline_of_no_time_is_refused() -> None:
+    """So it is by the scheduler; here before a simulation is half over."""
+    with pytest.raises(InvalidInput, match="deadline_seconds must be positive"):
+        replace(two_groups().requests[0], deadline_seconds=0.0)

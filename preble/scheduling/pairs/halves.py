@@ -40,14 +40,19 @@ def is_half(request_id: Hashable) -> bool:
 
 def with_role(core: DecisionCore, state: Any, spec: WorkerSpec, now: float) -> PairHalves:
     """A policy's state (None: the policy needs none) that looks on at pairs as well, and knows a worker's role. Before
-    the first such worker no pair was booked; but a scheduler that was restored has the bookings of another one's, and
-    of these nobody knows any more which belong together: their prefill halves are given back."""
+    the first such worker no pair was booked; but a scheduler that was restored has the bookings of another one's."""
     found = state if isinstance(state, PairHalves) else PairHalves(core, state)
     if found is not state:
-        for key in [key for key in core.leases if is_half(key)]:
-            give_back_half(core, key, now)
+        give_back_strays(core, now)
     found.roles[spec.id] = spec.role
     return found
+
+
+def give_back_strays(core: DecisionCore, now: float) -> None:
+    """Give back the prefill halves that a snapshot's bookings have: nobody knows any more which requests they are of.
+    O(live requests)."""
+    for key in [key for key in core.leases if is_half(key)]:
+        give_back_half(core, key, now)
 
 
 class PairHalves(RequestObserver):

@@ -116,10 +116,10 @@ def explain_pair(scheduler: PairBooking, world: PairWorld | None, asked: AskedPa
     return PairPlacing(scheduler, world).explain(asked)
 
 
-def on_one(scheduler: PairBooking, asked: AskedPair, *prices: float, late: Sequence[str] = ()) -> PairDecision:
-    """Place a request on one worker, and on none of `late`. Raises as `schedule`."""
-    claim, exclude = asked.claim, [*asked.exclude, *late]
-    asks: dict[str, Any] = {"exclude": exclude} if exclude else {}
+def on_one(scheduler: PairBooking, asked: AskedPair, *prices: float) -> PairDecision:
+    """Place a request on one worker; who is late there, `schedule` finds. Raises as that."""
+    claim = asked.claim
+    asks: dict[str, Any] = {"exclude": [*asked.exclude]} if asked.exclude else {}
     if asked.group is not None:
         asks["group"] = asked.group
     if claim is not None:
@@ -137,14 +137,19 @@ def on_one(scheduler: PairBooking, asked: AskedPair, *prices: float, late: Seque
 
 
 def explain_one(scheduler: PairBooking, asked: AskedPair) -> Explanation:
-    """What `schedule` would choose."""
-    return scheduler.explain(
-        asked.token_ids,
-        request_id=asked.request_id,
-        namespace=asked.namespace,
-        max_new_tokens=asked.max_new_tokens,
-        session=asked.session,
-    )
+    """What `schedule` would choose. Raises as that."""
+    core = scheduler.core
+    left_out = core.leave_out([*asked.exclude]) if asked.exclude else []
+    try:
+        return scheduler.explain(
+            asked.token_ids,
+            request_id=asked.request_id,
+            namespace=asked.namespace,
+            max_new_tokens=asked.max_new_tokens,
+            session=asked.session,
+        )
+    finally:
+        core.take_back(left_out)
 
 
 class PairPlacing:
@@ -172,7 +177,7 @@ class PairPlacing:
             return self._by_policy(self._world.policy, asked, ways)
         if ways.pair is None or ways.one_seconds <= ways.pair.seconds:
             prices = ways.one_seconds, float("inf") if ways.pair is None else ways.pair.seconds
-            return on_one(self._scheduler, asked, *prices, late=[str(self._core.names[row]) for row in sorted(late)])
+            return on_one(self._scheduler, asked, *prices)
         return self._book(asked, ways, ways.pair)
 
     def explain(self, asked: AskedPair) -> Explanation:
@@ -206,11 +211,9 @@ class PairPlacing:
 
     def _roles(self, asked: AskedPair) -> dict[int, str]:
         """The role of each worker that may be chosen, by index. Raises UnknownWorker."""
-        left_out = set(asked.exclude)
-        for name in left_out:
-            self._core.index_of(name)  # UnknownWorker
-        left_out.update(self._world.draining)
-        there = {i: name for i, name in enumerate(self._core.names) if name is not None and name not in left_out}
+        left_out = {self._core.index_of(name) for name in asked.exclude}
+        names, draining = enumerate(self._core.names), self._world.draining
+        there = {i: name for i, name in names if name is not None and name not in draining and i not in left_out}
         return {i: self._pairs.roles.get(str(name), BOTH) for i, name in there.items()}
 
     def _late(self, claim: Claim, priced: Sequence[tuple[HalfTerms, str]]) -> frozenset[int]:
@@ -257,12 +260,7 @@ class PairPlacing:
     def _chosen_by(self, policy: Policy, asked: AskedPair, ways: Ways) -> tuple[PairChoice | None, RequestView]:
         """The pair that a policy chooses, None where nobody prefills only, or none that decodes can take over KV
         from the one that it chooses; and what it was given of the request."""
-        known = self._pairs.known(asked.token_ids, asked.namespace, self._now)
-        turn, limit = self._pairs.separated, asked.max_new_tokens
-        views = [
-            RequestView(asked.token_ids, asked.namespace, limit, turn, unit_draw(n, turn), asked.request_id, known)
-            for n in (0, 1)
-        ]
+        views = self._views(asked)
         prefills = [of for of, role in ways.prefills if role == PREFILL]
         if not prefills:
             return None, views[1]
@@ -273,9 +271,21 @@ class PairPlacing:
         other = decodes[policy.decide(views[1], self._core.view([of.row for of in decodes]))]
         return PairChoice(one, other, ways.prompt_tokens - other.usable_tokens, 0.0, float("inf")), views[1]
 
+    def _views(self, asked: AskedPair) -> list[RequestView]:
+        """A request as a policy sees it, for the half that prefills and for the one that decodes."""
+        known = self._pairs.known(asked.token_ids, asked.namespace, self._now)
+        turn, limit = self._pairs.separated, asked.max_new_tokens
+        return [
+            RequestView(asked.token_ids, asked.namespace, limit, turn, unit_draw(n, turn), asked.request_id, known)
+            for n in (0, 1)
+        ]
+
     def _book(self, asked: AskedPair, ways: Ways, pair: PairChoice, seen: RequestView | None = None) -> PairDecision:
-        """Book both halves, or none. `seen`: what a policy was given of the request."""
+        """Book both halves, or none. `seen`: what a policy was given of the request; E2 is given nothing, and the state
+        of a shadow's policy needs it."""
         core, pairs, half = self._core, self._pairs, self._pairs.new_id()
+        if seen is None and pairs.state is not None:
+            seen = self._views(asked)[1]
         request_id = pairs.new_request_id() if asked.request_id is None else request_id_of(asked.request_id)
         limit, tokens, space = output_limit(asked.max_new_tokens), asked.token_ids, asked.namespace
         index, now = pair.decodes.row, self._now

@@ -72,6 +72,18 @@ def test_where_all_do_both_a_pair_is_never_chosen_and_the_decisions_are_those_of
     assert one._pairs is None and one._policy_state is None and one.snapshot() == other.snapshot()
 
 
+@pytest.mark.parametrize("name", ["zz", [], 5, None])
+def test_who_is_excluded_and_is_no_worker_is_named_as_schedule_does(name: Any) -> None:
+    """Regression: one that is not hashable was a bare TypeError."""
+    for roles in ({"a": "both"}, {"a": "both", "p": "prefill"}, {"p": "prefill", "d": "decode"}):
+        scheduler, _ = fleet(roles)
+        for call in (scheduler.schedule_pair, scheduler.explain_pair):
+            with pytest.raises(UnknownWorker, match="no worker"):
+                call(prompt(0), exclude=[name])
+        assert scheduler.stats()["live_requests"] == 0
+        scheduler.check()
+
+
 # --- which it is ------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from preble import GlobalScheduler
 from preble.cli.explain import text_of
-from preble.errors import InvalidInput, NoWorkers, Overloaded
+from preble.errors import InvalidInput, NoWorkers, Overloaded, UnknownWorker
 from preble.scheduling.admission import AdmissionQueue
 from preble.scheduling.flow_control import FlowConfig
 from preble.scheduling.records import DecisionRecording, from_json, to_json
@@ -73,6 +73,25 @@ def test_where_all_do_both_it_is_explained_as_schedule_is() -> None:
     assert scheduler.explain_pair(prompt(0)) == scheduler.explain(prompt(0))
 
 
+@pytest.mark.parametrize("roles", [{"a": "both", "b": "both"}, {"a": "both", "b": "both", "p": "prefill"}])
+def test_who_is_excluded_is_not_explained_as_the_one_worker_that_is_chosen(roles: dict[str, str]) -> None:
+    """Regression: the explanation named an excluded worker where one worker wins, and took unknown ones."""
+    scheduler, _ = fleet(roles)
+    for name in ("a", "b"):
+        before = scheduler.snapshot()
+        why = scheduler.explain_pair(prompt(0), exclude=[name])
+        assert scheduler.snapshot() == before
+        found = scheduler.schedule_pair(prompt(0), exclude=[name])
+        assert found.prefill_worker is None and why.worker == found.worker != name
+        scheduler.cancel(found.request_id)
+    with pytest.raises(UnknownWorker):
+        scheduler.explain_pair(prompt(0), exclude=["zz"])
+    with pytest.raises(NoWorkers):
+        scheduler.explain_pair(prompt(0), exclude=["a", "b"])
+    assert scheduler.explain(prompt(0)) is not None, "they are taken back"
+    scheduler.check()
+
+
 @pytest.mark.parametrize("policy", ["e2", "round_robin"])
 def test_a_pair_is_recorded_once_with_the_first_token_where_it_was_prefilled(policy: str) -> None:
     scheduler, clock = fleet({"p": "prefill", "d": "decode"}, record=DecisionRecording(), policy=policy)
@@ -107,6 +126,17 @@ def test_a_share_of_pairs_is_recorded_as_a_share_of_others_is() -> None:
     scheduler.check()
 
 
+def test_a_shadow_s_state_sees_the_pairs_of_e2() -> None:
+    """Regression: both halves were booked, then the state looked for what E2 was not given."""
+    scheduler, _ = fleet({"p": "prefill", "d": "decode"}, shadow="kv_cost")
+    found = scheduler.schedule_pair(prompt(0), request_id="r")
+    assert (found.prefill_worker, found.worker) == ("p", "d")
+    scheduler.check()
+    assert scheduler.prefill_done("r") and scheduler.first_token("r") and scheduler.finish("r")
+    scheduler.check()
+    assert live(scheduler) == {"p": 0, "d": 0}
+
+
 # --- tenants, deadlines, batch work -----------------------------------------------------------------------------------
 
 
@@ -133,6 +163,21 @@ def test_on_one_worker_a_deadline_is_that_of_schedule() -> None:
     with pytest.raises(InvalidInput, match="tenant"):
         scheduler.schedule_pair(prompt(3), tenant=3)  # type: ignore[arg-type]
     assert live(scheduler) == before
+    scheduler.check()
+
+
+@pytest.mark.parametrize("claim", [{"deadline_seconds": 0.2}, {"priority": "batch"}])
+def test_who_prefills_in_time_and_can_hand_over_to_nobody_makes_no_request_timely(claim: dict[str, Any]) -> None:
+    """Regression: `NoWorkers`, for the late were excluded before the one worker was chosen."""
+    scheduler, _ = fleet({"p": "prefill", "b": "both"})
+    for name in ("p", "b"):
+        scheduler.can_move_kv(name, f"layout of {name}", 1)
+    for n in range(3):
+        scheduler.schedule(prompt(n))
+    with pytest.raises(Overloaded) as refused:
+        scheduler.schedule_pair(prompt(9), **claim)
+    assert refused.value.retry_after_seconds == pytest.approx(2.0, rel=0.01)
+    assert live(scheduler) == {"p": 0, "b": 3}
     scheduler.check()
 
 
