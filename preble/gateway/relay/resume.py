@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from ...errors import InvalidInput, QueueFull
+from ..api.openai import COMPLETION_MAX_TOKENS
 from ..text.tokenizing import TextCodec
 from .body import RelayedBody
 
@@ -39,7 +40,7 @@ _SAMPLING = frozenset(
     | {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "include_stop_str_in_output"}
 )
 _LIMITS = {"chat": ("max_completion_tokens", "max_tokens"), "completions": ("max_tokens",)}
-COMPLETION_TOKENS, GENERATE_TOKENS = 16, 128  # the limits that engines take where none is named
+GENERATE_TOKENS = 128  # the limit that engines take at /generate where none is named
 _PLAIN = {
     "chat": _COMMON | _SAMPLING | {"messages", "max_tokens", "max_completion_tokens", "chat_template_kwargs"},
     "completions": _COMMON | _SAMPLING | {"prompt", "max_tokens"},
@@ -84,7 +85,7 @@ def _limits(body: RelayedBody) -> dict[str, Any]:
         limit = (body.value("sampling_params") or {}).get("max_new_tokens", GENERATE_TOKENS)
         return {} if limit is None else {"max_new_tokens": limit}
     if kind == "completions" and "max_tokens" not in body.fields:
-        return {"max_tokens": COMPLETION_TOKENS}
+        return {"max_tokens": COMPLETION_MAX_TOKENS}
     return {name: body.small(name) for name in _LIMITS[kind] if body.given(name)}
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from preble.gateway.api.openai import COMPLETION_MAX_TOKENS
 from preble.gateway.relay.body import read_body
 from preble.gateway.relay.endpoints import ENDPOINTS
 from preble.gateway.relay.relay import PATIENCE, Stall
 from preble.gateway.relay.resume import (
-    COMPLETION_TOKENS,
     Emitted,
     can_resume,
     continuation,
@@ -366,7 +366,7 @@ def test_what_goes_on_is_bound_as_the_whole_was_also_by_the_engines_own_limits(p
 @asynchronous
 async def test_a_completion_without_a_limit_is_whole_with_as_many_tokens_as_engines_give_it() -> None:
     event_of = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "tiny"}
-    events = [{**event_of, "choices": [{"index": 0, "text": " b", "finish_reason": None}]}] * COMPLETION_TOKENS
+    events = [{**event_of, "choices": [{"index": 0, "text": " b", "finish_reason": None}]}] * COMPLETION_MAX_TOKENS
     bad = ScriptedServer(then_broken(events, "reset"))
     async with serving(bad) as front:
         _, _, got = await front.post(COMPLETIONS, {"prompt": "a", "stream": True})
