@@ -10,7 +10,8 @@ books what is chosen here.
     loading    for what it caches in host memory or on disk alone: seconds a token, as learned; where that is more than
                computing it takes, it is computed
     others     P (kappa + 0.1 B) + 0.3 o b n B whom its prefill keeps waiting, whose decoding it interrupts and slows
-               + (P - P*) (kappa' - kappa)     more, where there is no room for what another worker caches
+               + (P - P*) max(3 (kappa' - kappa), 30 B')
+                                               more, where there is no room for what another worker caches
     decode     0.3 o b C                       its own output in that batch
     eviction   2 h e P (1 + kappa) + 50 ms     what must be computed again, if it is used as often as the rest; 50 ms
                or min(3 P (1 + kappa), W) more for a copy's room, where others hold the prompt and this one does not;
@@ -28,7 +29,8 @@ books what is chosen here.
        first (`WorkerSpec.cached_first`), else 1; m: what it caches of the prompt, which so passes most of what is
        ahead; and nobody else's prompt goes on there, so that what is ahead has as little cached as others
     P  seconds to prefill what the worker lacks
-    B  live requests, with C prompt tokens              o  output tokens to expect; n: prompt tokens
+    B  live requests, with C prompt tokens; B' of them  o  output tokens to expect; n: prompt tokens
+       wait for their first token
     b  seconds that a token of context adds to an       h  share of the window's prompt tokens that was cached
        iteration (cost model)                           e  what must be evicted, as a share of what is missed
     kappa  seconds that the fleet's others wait for a second of work (`LoadTracker.pressure`), 2 at most; kappa' 10
@@ -91,6 +93,8 @@ cdef double TOGETHER_SHARE = 0.3  # of its output, that a request decodes with t
 cdef double EVICTED_USES = 2.0   # of what is evicted, for each use of what is cached
 cdef double MOVED_USES = 3.0     # of what is moved away from its home
 cdef double COPY_SECONDS = 0.05  # for the room that a copy takes of what others hold
+cdef double FLEET_ROUNDS = 3.0  # in which what is driven out drives out other things, until all have their places:
+cdef double WAITING_ROUNDS = 30.0  # what waits on the fleet waits for, and what waits on the worker (docs/experiments/copies.md)
 cdef double REUSED_HITS = 1.0    # within the window; who was asked for no more often was never used again
 cdef double LOAD_SHARE = 0.02    # of a second of load,
 cdef double HALF_BUSY = 0.5      # on a worker that is busy for so much of its time or more
@@ -469,8 +473,8 @@ cdef class E2:
         prices.longest = self.loads.longest_observed(request.now)
         prices.fleet = self.of_fleet()
         prices.pressure = self.loads.pressure(prices.fleet.load, prices.fleet.workers, prices.longest)
-        prices.repeated_pressure = self.loads.whole_pressure(prices.fleet.load, prices.fleet.workers,
-                                                             prices.longest) - prices.pressure
+        prices.repeated_pressure = self.loads.whole_pressure(prices.fleet.load, prices.fleet.workers, prices.longest)
+        prices.repeated_pressure = FLEET_ROUNDS * (prices.repeated_pressure - prices.pressure)
         prices.output_tokens = self.loads.expected_of_fleet(request.max_new_tokens)
         prices.evicted_uses = EVICTED_USES * load_double(&self.loads.hit_share)
         prices.passed = PASSED_SHARE / request.count if self.goes_on(request) else 0.0
@@ -493,9 +497,8 @@ cdef class E2:
                                   if cost != NULL else 0.0)
         prices.own = prices.prefill * (1.0 + prices.pressure)
         prices.repeated = 0.0
-        if prices.repeated_pressure > 0.0 and usable < prices.best and cost != NULL:
-            prices.repeated = prices.prefill - prefill_seconds(cost, count - prices.best, count)
-            prices.repeated = max(prices.repeated, 0.0) * prices.repeated_pressure
+        if usable < prices.best and cost != NULL and (prices.repeated_pressure > 0.0 or prices.fleet.ahead > 0.0):
+            prices.repeated = max(prices.prefill - prefill_seconds(cost, count - prices.best, count), 0.0)
         prices.each_live = REQUEST_SECONDS + INTERRUPTED_SHARE * prices.prefill + prices.context_seconds * count
 
     cdef double sent_away_seconds(self, uint32_t worker, int64_t missed, const Terms* terms,
@@ -555,8 +558,11 @@ cdef class E2:
         terms.decode = prices.context_seconds * load32(&row.live_prompt_tokens)
         evicted = evicted_share(&load_workers(&self.tree.t.workers)[worker], row, request.count - terms.usable, prices)
         terms.must_evict = evicted > 0.0
-        terms.repeated = prices.repeated if terms.must_evict else 0.0
-        terms.others += terms.repeated
+        terms.repeated = 0.0
+        if terms.must_evict and prices.repeated > 0.0:
+            terms.repeated = prices.repeated * max(prices.repeated_pressure,
+                                                   WAITING_ROUNDS * load32(&row.waiting_requests))
+            terms.others += terms.repeated
         terms.eviction = evicted * prices.evicted_uses * prices.prefill * (1.0 + prices.pressure)
         if prices.some_below and terms.eviction > 0.0:
             terms.eviction = self.sent_away_seconds(worker, request.count - terms.usable, terms, prices)

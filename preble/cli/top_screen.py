@@ -22,7 +22,7 @@ except ImportError as error:
 
 State = dict[str, Any]
 STYLES = {"ready": "green", "draining": "blue", "suspect": "yellow", "connecting": "dim"}
-BAD = "bold red"  # every other state
+BAD = "bold red"  # every other state, also those that a newer gateway knows
 ORDER = ("lost", "refused", "suspect", "connecting", "draining", "ready")
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARK_COLUMNS = 12
@@ -155,7 +155,8 @@ def worker_table(workers: Sequence[State], most: int) -> Table:
     table = _table(
         "worker", "state", "load", "", ">queue", ">running", ">kv", *([">below"] if below else []), ">hit", ""
     )
-    ordered = sorted(workers, key=lambda worker: (ORDER.index(worker["state"]), worker["id"]))
+    order = {name: place for place, name in enumerate(ORDER)}
+    ordered = sorted(workers, key=lambda worker: (order.get(worker["state"], -1), worker["id"]))
     for worker in ordered[:most]:
         _add(
             table,

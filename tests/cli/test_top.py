@@ -93,6 +93,12 @@ def test_a_frame_has_the_fleet_the_workers_and_what_happened() -> None:
     assert re.search(r"1 min ago +lost +b \(was ready\) x", text)
 
 
+def test_a_state_that_only_a_newer_gateway_knows_is_shown_first() -> None:
+    lines = printed(state(worker("a", "lost"), worker("b", "asleep"))).splitlines()
+    first, second = (next(i for i, line in enumerate(lines) if line.startswith(name)) for name in ("b  ", "a  "))
+    assert first < second and "asleep" in lines[first]
+
+
 def test_a_decision_has_the_terms_of_its_price_where_there_is_room() -> None:
     heading, row = decision_lines(framed(state(worker("a")), 120))
     names = "queue prefill others decode eviction balance credit total first"

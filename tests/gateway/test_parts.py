@@ -21,6 +21,7 @@ from preble.gateway import keys, program
 from preble.gateway.core import metric_families, metrics
 from preble.gateway.core.config import GatewayConfig
 from preble.gateway.core.http_errors import ApiError, api_error_of
+from preble.gateway.core.logs import JsonLines
 from preble.gateway.keys import Keys, RateLimiter
 from preble.gateway.text.choices import Choice, ChoiceJob, TextPiece
 from preble.gateway.text.generation import merged
@@ -284,6 +285,18 @@ def test_warnings_and_failures_of_threads_are_lines_of_json_too() -> None:
     first, second = map(json.loads, ended.stderr.splitlines())
     assert "two\nlines" in first["message"] and first["process"] == 1
     assert second["message"].startswith("worker failed") and "ZeroDivisionError" in second["traceback"]
+
+
+def test_whatever_is_logged_is_a_line_of_json_with_its_time_in_utc() -> None:
+    fields = {"path": "caf\udce9", "what": object}
+    record = logging.LogRecord("preble", logging.INFO, "file", 1, "cannot read %s", ("caf\udce9",), None)
+    record.__dict__ |= {"created": 86_400.25, "msecs": 250.0, "stack_info": "Stack:\n  here", "fields": fields}
+    line = JsonLines({"process": 1}).format(record)
+    assert "\n" not in line
+    found = json.loads(line)
+    assert found["time"] == "1970-01-02T00:00:00.250Z"
+    assert found["message"] == "cannot read caf\udce9" and found["process"] == 1
+    assert found["what"] == repr(object) and found["stack"].startswith("Stack")
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------

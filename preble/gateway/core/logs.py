@@ -1,10 +1,13 @@
-"""The gateway's log: one JSON object a line on stderr. Owns the format; what is logged is said where it happens."""
+"""The gateway's log: one JSON object a line on stderr, times in UTC. Owns the format; what is logged is said where it
+happens."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +31,10 @@ def _log_end_of_thread(failure: threading.ExceptHookArgs) -> None:
 
 
 class JsonLines(logging.Formatter):
-    """Each log record as one line of JSON; a record's `fields` are its own keys, `always` are those of all."""
+    """Each log record as one line of JSON; a record's `fields` are its own keys, `always` are those of all. Whatever is
+    logged is a line: what JSON does not know is its `repr`, what is no UTF-8 (a path's bytes) is escaped."""
+
+    converter = time.gmtime
 
     def __init__(self, always: Mapping[str, Any]) -> None:
         super().__init__()
@@ -37,7 +43,7 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
         line: dict[str, Any] = {
-            "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}",
+            "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -46,4 +52,9 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
+        if record.stack_info:
+            line["stack"] = self.formatStack(record.stack_info)
+        try:
+            return msgspec.json.encode(line, enc_hook=repr).decode()
+        except UnicodeEncodeError:
+            return json.dumps(line, default=repr)

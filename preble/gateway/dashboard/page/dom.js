@@ -30,25 +30,25 @@ export function setAttribute(node, name, value) {
 }
 
 // Keep the children of `parent` in step with `items`, one each, in order. `create(item)` returns an object with `node`
-// and `update(item)`. A child that stays is not replaced, so a click or the focus on it is not lost.
+// and `update(item)`. A child that stays is not replaced, nor moved because another one goes, so a click or the focus on it is
+// not lost.
 export function keepList(parent, items, keyOf, create) {
   const known = (parent.kept ??= new Map());
-  const wanted = new Set();
-  let place = parent.firstChild;
-  for (const item of items) {
-    const key = keyOf(item);
-    wanted.add(key);
-    if (!known.has(key)) known.set(key, create(item));
-    const { node, update } = known.get(key);
-    update(item);
-    if (node === place) place = place.nextSibling;
-    else parent.insertBefore(node, place);
-  }
+  const wanted = new Set(items.map(keyOf));
   for (const [key, { node }] of known) {
     if (!wanted.has(key)) {
       node.remove();
       known.delete(key);
     }
+  }
+  let place = parent.firstChild;
+  for (const item of items) {
+    const key = keyOf(item);
+    if (!known.has(key)) known.set(key, create(item));
+    const { node, update } = known.get(key);
+    update(item);
+    if (node === place) place = place.nextSibling;
+    else parent.insertBefore(node, place);
   }
 }
 
