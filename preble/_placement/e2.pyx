@@ -93,8 +93,9 @@ cdef double TOGETHER_SHARE = 0.3  # of its output, that a request decodes with t
 cdef double EVICTED_USES = 2.0   # of what is evicted, for each use of what is cached
 cdef double MOVED_USES = 3.0     # of what is moved away from its home
 cdef double COPY_SECONDS = 0.05  # for the room that a copy takes of what others hold
-cdef double FLEET_ROUNDS = 3.0  # in which what is driven out drives out other things, until all have their places:
-cdef double WAITING_ROUNDS = 30.0  # what waits on the fleet waits for, and what waits on the worker (docs/experiments/copies.md)
+# A copy that drives something out, which is copied back, and so on, counts as so many (docs/experiments/copies.md):
+cdef double FLEET_ROUNDS = 3.0   # for what waits in the fleet, by kappa,
+cdef double WAITING_ROUNDS = 30.0  # and for each that waits on the worker
 cdef double REUSED_HITS = 1.0    # within the window; who was asked for no more often was never used again
 cdef double LOAD_SHARE = 0.02    # of a second of load,
 cdef double HALF_BUSY = 0.5      # on a worker that is busy for so much of its time or more

@@ -85,12 +85,13 @@ def finite_time(str name, seconds) -> float:
     return value
 
 
-def hashable(str name, value) -> None:
-    """Raise InvalidInput naming a value that cannot be a key."""
+def hashable(str name, value) -> object:
+    """The value. Raises InvalidInput naming one that cannot be a key."""
     try:
         hash(value)
     except TypeError:
         raise InvalidInput(f"{name} must be hashable, got a {type(value).__name__}") from None
+    return value
 
 
 def iterable(str name, values, error=InvalidInput) -> Iterable[object]:
@@ -503,7 +504,7 @@ cdef class RequestApi:
             if len(ids) != len(given):
                 raise InvalidInput(f"request_ids are {len(ids)} for {len(given)} prompts")
         if groups is not None:
-            labels = list(iterable("groups", groups))
+            labels = [hashable(f"groups[{at}]", one) for at, one in enumerate(iterable("groups", groups))]
             if len(labels) != len(given):
                 raise InvalidInput(f"groups are {len(labels)} for {len(given)} prompts")
         if not given:
@@ -620,7 +621,6 @@ cdef class RequestApi:
                     keys.add(key)
         except InvalidInput as error:
             raise at_index(error, what, at)
-        return 0
 
     cdef Decision place_weighed(self, object token_ids, object request_id, object namespace, object max_new_tokens,
                                 object exclude, bint explain, object group, bint of_session):

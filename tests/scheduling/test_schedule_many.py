@@ -95,6 +95,8 @@ def test_prompts_may_be_of_every_kind_and_ids_of_ones_own() -> None:
         ({"request_ids": ["x", "y", "x"]}, DuplicateRequest, r"request_ids\[2\]: .*'x' is live"),
         ({"request_ids": ["x", "y", []]}, InvalidInput, r"request_ids\[2\]: .*hashable"),
         ({"request_ids": ["x"]}, InvalidInput, "request_ids are 1 for 3 prompts"),
+        ({"groups": ["x", "y", []]}, InvalidInput, r"groups\[2\] must be hashable"),
+        ({"groups": ["x"]}, InvalidInput, "groups are 1 for 3 prompts"),
         ({"namespace": []}, InvalidInput, "namespace must be hashable"),
         ({"namespace": "new", "prompts": [[1], [-1]]}, InvalidTokens, r"prompts\[1\]"),
         ({"max_new_tokens": 0}, InvalidInput, "max_new_tokens"),
