@@ -97,17 +97,22 @@ def logs_of_served(prior: CostModel, served: ServedWork) -> Logs:
     Decodes say how long iterations without a prefill are and what they take over contexts; one factor for all the rest
     is what prefills say, for their mean does not show how much of it begins one and how much is its tokens. Of short
     prompts, or where nearly all of each was cached, much of it is others' prefills in the same iterations: all changes
-    as decodes did."""
+    as decodes did. What takes no time by the prior stays so."""
     missed, context = max(round(served.missed_tokens), 1), max(round(served.prompt_tokens), 1)
     found: dict[str, Any] = prior.coefficients()
     expected = prior.prefill_time(missed, context)
     short = min(found["start"] + linear_seconds(found["knots"], min(missed, DECODE_TOKENS)), expected)
-    prefill = served.prefill_seconds / expected
-    decode = prefill if served.token_seconds is None else served.token_seconds / prior.decode_time(1, context)
+    prefill = _ratio(served.prefill_seconds, expected)
+    decode = prefill if served.token_seconds is None else _ratio(served.token_seconds, prior.decode_time(1, context))
     if short >= 0.75 * expected:
         prefill = decode
     decode, prefill = (min(max(factor, 1.0 / FACTOR_MAX), FACTOR_MAX) for factor in (decode, prefill))
     return rounded((math.log(decode), math.log(prefill), math.log(decode), math.log(prefill), math.log(prefill)))
+
+
+def _ratio(seconds: float, expected: float) -> float:
+    """How many times as long it took."""
+    return seconds / expected if expected > 0.0 else 1.0
 
 
 def _marks(model: CostModel) -> tuple[float, float, float, float, float]:

@@ -253,6 +253,16 @@ def test_who_gives_a_model_is_taken_at_their_word() -> None:
     assert prefill_of(scheduler, 0) == CostModel.preset("mistral-7b/a6000").prefill_time(1500, 2000)
 
 
+def test_a_worker_may_join_a_fleet_whose_cost_model_takes_no_time() -> None:
+    """It was refused by a ZeroDivisionError."""
+    free = CostModel([(0, 0.0), (1, 0.0)])
+    assert logs_of_served(free, SLOW) == (0.0,) * 5
+    scheduler = GlobalScheduler(["w0"], cost_model=free)
+    scheduler.add_worker("late", served=SLOW)
+    assert prefill_of(scheduler, 1) == 0.0
+    scheduler.check()
+
+
 def test_a_snapshot_keeps_what_was_said_as_what_decisions_reckon_with() -> None:
     scheduler = fleet(SLOW, SLOW)
     restored = GlobalScheduler.restore(scheduler.snapshot(), clock=ManualClock(1.0))
