@@ -7,8 +7,8 @@ import json
 import logging
 import sys
 import threading
-import time
 from collections.abc import Mapping
+from datetime import datetime, timezone
 from typing import Any
 
 import msgspec
@@ -34,8 +34,6 @@ class JsonLines(logging.Formatter):
     """Each log record as one line of JSON; a record's `fields` are its own keys, `always` are those of all. Whatever is
     logged is a line: what JSON does not know is its `repr`, what is no UTF-8 (a path's bytes) is escaped."""
 
-    converter = time.gmtime
-
     def __init__(self, always: Mapping[str, Any]) -> None:
         super().__init__()
         self._always = always
@@ -43,7 +41,7 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
         line: dict[str, Any] = {
-            "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z",
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
