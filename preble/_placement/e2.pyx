@@ -498,7 +498,7 @@ cdef class E2:
                                   if cost != NULL else 0.0)
         prices.own = prices.prefill * (1.0 + prices.pressure)
         prices.repeated = 0.0
-        if usable < prices.best and cost != NULL and (prices.repeated_pressure > 0.0 or prices.fleet.ahead > 0.0):
+        if usable < prices.best and cost != NULL and (prices.repeated_pressure > 0.0 or prices.fleet.live_requests):
             prices.repeated = max(prices.prefill - prefill_seconds(cost, count - prices.best, count), 0.0)
         prices.each_live = REQUEST_SECONDS + INTERRUPTED_SHARE * prices.prefill + prices.context_seconds * count
 

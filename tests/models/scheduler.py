@@ -31,6 +31,7 @@ PASSED_SHARE = 0.8  # of what is ahead, that a session's next turn passes where 
 WORK_SHARE, COPY_SECONDS, MOVED_USES = 0.5, 0.05, 3.0
 CREDIT_AGE_SECONDS = 60.0
 REUSED_HITS, DRIVEN_OUT_LOOKED = 1.0, 64  # what a copy does not drive out
+FLEET_ROUNDS, WAITING_ROUNDS = 3.0, 30.0  # by what it drives out otherwise a copy counts as so many
 UNSEEN_DELAYS, DRAW_QUEUE_WEIGHT, HEAD_TOKENS, PLACED_LATELY, OTHERS_MIN = (
     20.0,
     3.0,
@@ -834,7 +835,9 @@ class NaiveScheduler:
             eviction = gone + min(eviction - gone, prices.evicted_uses * account.load_seconds(tokens, 0))
         must_evict = lacking(account.spec.kv_capacity_tokens, here) > 0.0
         least = account.cost.prefill(length - prices.best, length)
-        repeated = max(0.0, prefill - least) * prices.repeated_pressure * (must_evict and usable < prices.best)
+        waiting = sum(not booking.prefilled for booking in account.live)
+        rounds = max(FLEET_ROUNDS * prices.repeated_pressure, WAITING_ROUNDS * waiting)
+        repeated = max(0.0, prefill - least) * rounds * (must_evict and usable < prices.best)
         return Row(
             *(name, whole, usable, load, prefill),
             queue=self.wait(account, stays, now) + min(behind, BEHIND_SECONDS) * stays + REQUEST_SECONDS * live,

@@ -139,7 +139,7 @@ def test_records_keep_what_was_weighed() -> None:
         (lambda sched: sched.schedule([1, 2], group=[1]), "group must be hashable, got a list"),
         (lambda sched: sched.explain([1, 2], group={}), "group must be hashable, got a dict"),
         (lambda sched: sched.schedule_many([[1]], groups=[1, 2]), "groups are 2 for 1 prompts"),
-        (lambda sched: sched.schedule_many([[1], [2]], groups=[1, []]), r"prompts\[1\]: group must be hashable"),
+        (lambda sched: sched.schedule_many([[1], [2]], groups=[1, []]), r"groups\[1\] must be hashable"),
         (lambda sched: sched.schedule_many([[1]], groups="g"), "groups must be an iterable"),
     ],
 )

@@ -880,9 +880,10 @@ def ttft_after_the_first(prior: CostModel, calibrate: bool, workers: int, rps: f
 
 @pytest.mark.parametrize("factor", [1 / 30, 30.0], ids=["30-times-too-fast", "30-times-too-slow"])
 def test_a_prior_far_off_costs_no_more_than_a_tenth_after_the_first_requests(factor: float) -> None:
+    """Of twelve seeds: by four of them the right model itself differs by a fifth."""
     prior = scaled(SLOW_CPU, (math.log(factor),) * 5)
-    right = ttft_after_the_first(SLOW_CPU, False, 8, EIGHT_RPS, range(4))
-    assert ttft_after_the_first(prior, True, 8, EIGHT_RPS, range(4)) <= 1.1 * right
+    right = ttft_after_the_first(SLOW_CPU, False, 8, EIGHT_RPS, range(12))
+    assert ttft_after_the_first(prior, True, 8, EIGHT_RPS, range(12)) <= 1.1 * right
 
 
 def test_the_first_requests_before_servers_that_nobody_described_wait_no_longer() -> None:
