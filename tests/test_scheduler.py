@@ -453,7 +453,7 @@ def test_whoever_waits_where_there_is_no_room_waits_for_what_is_computed_again_t
     capacity_tokens: int, is_more: bool, waiting: int
 ) -> None:
     """Thirty times, since what is driven out drives out others. Past saturation, with its caches full of documents in
-    use, a fleet came to copy until twelve were in use where nine fit: 11.6 s to the first token for 2.8."""
+    use, a fleet came to copy until twelve were in use where nine fit: 11.6 s to the first token for 2.5."""
     sched = GlobalScheduler(
         [WorkerSpec("warm", cost_model=FLAT), WorkerSpec("cold", kv_capacity_tokens=capacity_tokens, cost_model=FLAT)],
         clock=ManualClock(100.0),

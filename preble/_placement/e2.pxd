@@ -82,7 +82,7 @@ cdef struct Prices:              # what is the same for all workers in one decis
     double now
     double longest               # seconds that the oldest worker has been observed
     double pressure              # kappa
-    double repeated_pressure     # what comes on top of it for work that need not be done at all
+    double repeated_pressure     # 3 (kappa' - kappa), for work that need not be done at all
     uint32_t best                # tokens of the prompt that some worker caches, at most all but the last
     double output_tokens         # o
     double evicted_uses          # 2 h
@@ -96,7 +96,7 @@ cdef struct Prices:              # what is the same for all workers in one decis
     double prefill               # P of such a worker
     double context_seconds       # 0.3 o b of such a worker
     double own                   # P (1 + kappa) of such a worker
-    double repeated              # of P, for what it computes though somebody caches it; where somebody waits
+    double repeated              # P - P*, computed though somebody caches it; 0 on a fleet with nothing to do
     double each_live             # what each request that it has adds to a total there
     double full_share            # of a second of load, of one half of the time observed
 
