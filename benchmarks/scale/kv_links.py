@@ -1,20 +1,24 @@
 """Pulls by the price beside never, always and fixed thresholds, in simulation, on the contest's fleet and workloads.
 
     python -m benchmarks.scale.kv_links [--workloads mooncake loogle agents] [--loads 0.3 0.9 1.2] [--seeds 0 1 2]
-                                        [--workers 4] [--gbits 10 100] [--share 1.0] [--json FILE]
+                                        [--workers 4] [--gbits 10 100] [--capacity 1 2] [--policies e2]
+                                        [--share 1.0] [--json FILE]
 
 The link is between every two workers, one transfer at a time at either end; KV is a 7B model's in 16 bit. Load is a
 share of what the pooled reference ends of a backlog (`benchmarks/paper/contest_cells.py`); agents are sessions in a
 closed loop, 8 at once for each worker at load 1. Fleets of other sizes have as many requests a worker, of traces from
-several samples. Round robin and least load stand beside E2, without pulls and with those by the price. Means over
-seeds; the first requests warm the caches and are not counted. The second table: mean time to first token over that of
-the best of never, always and the thresholds, and of never; over 1 is a loss.
+several samples. `--capacity`: times the contest's KV memory. Round robin and least load stand beside E2, without pulls
+and with those by the price. Means over seeds; the first requests warm the caches and are not counted. The second table:
+mean time to first token over that of the best of never, always and the thresholds, and of never, with the standard
+error of the paired logarithms; over 1 is a loss.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -98,17 +102,20 @@ def several(name: str, seed: int, share: float, count: int) -> Workload:
     return merged(name, parts)
 
 
-def figures_of(workload: Workload, rule: Rule, seed: int, bytes_per_second: float, workers: int) -> dict[str, float]:
+def figures_of(
+    workload: Workload, rule: Rule, seed: int, bytes_per_second: float, workers: int, capacity: float
+) -> dict[str, float]:
     """What one run finds."""
     link = None
     if rule.least_tokens is not None:
         least = None if rule.least_tokens < 0 else rule.least_tokens
         link = sim.KvLink(bytes_per_second=bytes_per_second, token_bytes=KV_TOKEN_BYTES, least_tokens=least)
+    local = local_config()
     config = sim.SimConfig(
         workers=workers,
         policy=rule.policy,
         cost_model=FLEET.cost_model,
-        local=local_config(),
+        local=replace(local, kv_capacity_tokens=int(capacity * local.kv_capacity_tokens)),
         seed=seed,
         kv_link=link,
     )
@@ -122,45 +129,58 @@ def figures_of(workload: Workload, rule: Rule, seed: int, bytes_per_second: floa
 def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each workload, load, link and rule: means over the seeds."""
     rates: dict[str, Rates] = {}
-    for name in args.workloads:
-        for load in args.loads:
-            made = [(seed, workload_of(name, load, seed, args.share, args.workers, rates)) for seed in args.seeds]
-            for gbits in args.gbits:
-                for rule in RULES:
-                    if rule.least_tokens is None and gbits != args.gbits[0]:
-                        continue  # never: the link does not matter
-                    runs = [figures_of(one, rule, seed, gbits / 8 * 1e9, args.workers) for seed, one in made]
-                    means = {key: statistics.fmean(run[key] for run in runs) for key in runs[0]}
-                    row = {"workload": name, "load": load, "gbits": gbits, "policy": rule.policy}
-                    yield {**row, "rule": rule.name, "least_tokens": rule.least_tokens, **means}
+    for name, load in itertools.product(args.workloads, args.loads):
+        made = [(seed, workload_of(name, load, seed, args.share, args.workers, rates)) for seed in args.seeds]
+        for capacity, gbits, rule in itertools.product(args.capacity, args.gbits, RULES):
+            if rule.policy not in args.policies or (rule.least_tokens is None and gbits != args.gbits[0]):
+                continue  # never: the link does not matter
+            runs = [figures_of(one, rule, seed, gbits / 8 * 1e9, args.workers, capacity) for seed, one in made]
+            means = {key: statistics.fmean(run[key] for run in runs) for key in runs[0]}
+            row = {"workload": name, "load": load, "capacity": capacity, "gbits": gbits, "policy": rule.policy}
+            seen = [run["mean_ttft_seconds"] for run in runs]
+            yield {**row, "rule": rule.name, "least_tokens": rule.least_tokens, **means, "of_seeds": seen}
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """The table, and how far the price is behind the best fixed rule."""
-    print("| workload | load | Gbit/s | rule | TTFT: mean, s | p99 | latency: mean | p99 | hits | pulls | moved, k |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| workload | load | KV | Gbit/s | rule | TTFT: mean, s | p99 | latency: mean | p99 | hits | pulls | moved, k |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         times = " | ".join(f"{row[name]:.3f}" for name in FIGURES)
         print(
-            f"| {row['workload']} | {row['load']} | {row['gbits']:g} | {row['rule']} | {times} "
+            f"| {where(row)} | {row['gbits']:g} | {row['rule']} | {times} "
             f"| {row['hit_fraction']:.1%} | {row['pulls']:.0f} | {row['moved_tokens'] / 1000:.0f} |"
         )
-    print("\n| workload | load | Gbit/s | best fixed rule | price / best | price / never |\n|---|---|---|---|---|---|")
+    print(
+        "\n| workload | load | KV | Gbit/s | best fixed rule | price / best | price / never | the same, p99 | latency |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
-        if row["policy"] != "e2" or row["least_tokens"] != -1:
-            continue
-        beside = [
-            one
-            for one in rows
-            if one["policy"] == "e2"
-            and (one["workload"], one["load"]) == (row["workload"], row["load"])
-            and (one["least_tokens"] is None or (one["gbits"] == row["gbits"] and one["least_tokens"] >= 0))
-        ]
-        best = min(beside, key=lambda one: one["mean_ttft_seconds"])
-        never = next(one for one in beside if one["least_tokens"] is None)
-        ratios = (row["mean_ttft_seconds"] / one["mean_ttft_seconds"] for one in (best, never))
-        cells_of = " | ".join(f"{ratio:.3f}" for ratio in ratios)
-        print(f"| {row['workload']} | {row['load']} | {row['gbits']:g} | {best['rule']} | {cells_of} |")
+        if row["policy"] == "e2" and row["least_tokens"] == -1:
+            print(f"| {where(row)} | {row['gbits']:g} | {' | '.join(compared(row, rows))} |")
+
+
+def where(row: dict[str, Any]) -> str:
+    """The first cells of a row."""
+    return f"{row['workload']} | {row['load']} | {row['capacity']:g}x"
+
+
+def compared(row: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The best fixed rule, and the price's figures over its and over never's."""
+    place = ("workload", "load", "capacity", "policy")
+    beside = [one for one in rows if [one[key] for key in place] == [row[key] for key in place]]
+    never = next(one for one in beside if one["least_tokens"] is None)
+    fixed = [one for one in beside if one["gbits"] == row["gbits"] and (one["least_tokens"] or 0) >= 0]
+    best = min([never, *fixed], key=lambda one: float(one["mean_ttft_seconds"]))
+    yield best["rule"]
+    for other in (best, never):
+        logs = [math.log(a / b) for a, b in zip(row["of_seeds"], other["of_seeds"], strict=True)]
+        error = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
+        yield f"{row['mean_ttft_seconds'] / other['mean_ttft_seconds']:.3f} ± {error:.3f}"
+    for name in ("p99_ttft_seconds", "mean_latency_seconds"):
+        yield f"{row[name] / never[name]:.3f}"
 
 
 def main() -> None:
@@ -171,6 +191,8 @@ def main() -> None:
     parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.9, 1.2])
     parser.add_argument("--workers", type=int, default=FLEET.workers)
     parser.add_argument("--gbits", type=float, nargs="+", default=[10.0, 100.0])
+    parser.add_argument("--capacity", type=float, nargs="+", default=[1.0, 2.0], metavar="TIMES")
+    parser.add_argument("--policies", nargs="+", default=["e2", "least_loaded", "round_robin"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--share", type=float, default=1.0, help="of each workload's requests (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
