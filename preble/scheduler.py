@@ -279,7 +279,8 @@ class GlobalScheduler(PairCalls):
             if booked.get("worker") is None:
                 return False
             if self._kv_moves is not None and transfer is not None:
-                self._kv_moves.note(source, booked["worker"], transfer, now)
+                there = cached_tokens - booked["matched_tokens"] - transfer.moved_tokens
+                self._kv_moves.note(source, booked["worker"], transfer, now, there)
             # What came of it may not be known; then what was estimated still holds.
             return begin_after_transfer(self.core, key, max(cached_tokens, booked["matched_tokens"]), now)
 

@@ -89,7 +89,7 @@ class _Sums:
         self.xy += size * took
         self.source_seconds += transfer.source_seconds
         self.target_seconds += transfer.target_seconds
-        self.shares += min(transfer.moved_tokens / max(transfer.wanted_tokens, 1), 1.0)
+        self.shares += min(transfer.moved_tokens / transfer.wanted_tokens, 1.0) if transfer.wanted_tokens else 1.0
 
     def fade(self, now: float) -> None:
         """Let what was counted weigh less."""

@@ -388,6 +388,23 @@ def test_a_pull_that_brings_nothing_takes_nothing_from_what_is_booked() -> None:
     scheduler.check()
 
 
+@pytest.mark.parametrize(("cached", "moved", "share"), [(999, 0, 1.0), (999, 500, 1.0), (500, 500, 0.75), (0, 0, 0.5)])
+def test_what_was_cached_meanwhile_is_not_what_the_source_lacked(cached: int, moved: int, share: float) -> None:
+    """Regression: a pull of what its worker had by then, as others had computed it, made its source look as if it came
+    up with nothing."""
+    scheduler, _ = made("a", "b")
+    serve(scheduler, "a")
+    serve(scheduler, "a", range_of(1))
+    decision = scheduler.schedule(PROMPT, exclude=["a", "c"])
+    assert scheduler.pull_ended(decision, cached, "a", Transfer(999, moved, moved * TOKEN_BYTES, 0.01, 0.0, 0.0))
+    found = scheduler.pull_for(scheduler.schedule(range_of(1), exclude=["a", "c"]), range_of(1), at_any_price=True)
+    assert found is not None
+    cost = found.wait_seconds + found.source_seconds + found.target_seconds
+    got = (found.saved_seconds + cost) / (found.recompute_seconds + found.others_seconds)
+    # One transfer, which counts for its link and for all of them, beside the guess, whose share is 1.
+    assert got == pytest.approx((1.0 + 2.0 * (2.0 * share - 1.0)) / 3.0, abs=1e-3)
+
+
 def test_the_time_of_a_transfer_is_no_prefill_of_its_worker() -> None:
     """Regression: a worker that takes over most prompts looked as slow as the transfers."""
     learned = {}
