@@ -125,7 +125,7 @@ class KvMoves:
         return max(costs, key=lambda found: found.saved_seconds, default=None)
 
     def note(self, source: str, target: str, transfer: Transfer, now: float, there_tokens: int = 0) -> None:
-        """A transfer is over. So much of what was wanted was cached meanwhile: the source did not fail to bring that."""
+        """A transfer is over. So much of what was wanted was cached meanwhile: its source did not fail there."""
         wanted = max(transfer.wanted_tokens - max(there_tokens, 0), transfer.moved_tokens)
         transfer = transfer._replace(wanted_tokens=wanted)
         self.ended += 1
