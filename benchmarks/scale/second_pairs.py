@@ -437,6 +437,12 @@ def print_row(row: dict[str, Any], aggregated: dict[str, Any] | None) -> None:
     )
 
 
+def skip_without_it(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """End with a message where the second simulator is missing."""
+    if not (folder / "simulator.py").exists():
+        parser.exit(0, f"skipped: the second simulator is not here, {folder / 'simulator.py'} is missing\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=["unique", "docs", "coding"])
@@ -448,8 +454,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--contest", type=Path, metavar="DIR", default=CONTEST)
     args = parser.parse_args()
-    if not (args.contest / "simulator.py").exists():
-        parser.exit(0, f"skipped: the second simulator is not here, {args.contest / 'simulator.py'} is missing\n")
+    skip_without_it(parser, args.contest)
     print("| case, workers, load | | TTFT: mean, s | p99 | latency: mean | p99 | TPOT: mean | p99 | in two | p99 TTFT "
           "/ E2's | latency / E2's |\n|---|---|---|---|---|---|---|---|---|---|---|")  # fmt: skip
     rows, aggregated = [], None

@@ -42,6 +42,7 @@ from benchmarks.scale.second_pairs import (
     Preble,
     Rule,
     second_simulator,
+    skip_without_it,
 )
 from preble.scheduling.pulls.link_times import Transfer
 from preble.types import BOTH, PullCost
@@ -410,8 +411,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--contest", type=Path, metavar="DIR", default=CONTEST)
     args = parser.parse_args()
-    if not (args.contest / "simulator.py").exists():
-        parser.exit(0, f"skipped: the second simulator is not here, {args.contest / 'simulator.py'} is missing\n")
+    skip_without_it(parser, args.contest)
     print("| case | workers | load | capacity | Gbit/s | arm | TTFT: mean, s | p99 | latency: mean | p99 | hits "
           "| pulls | TTFT / never |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|")  # fmt: skip
     found = []
