@@ -71,9 +71,10 @@ def test_a_prefix_is_handed_over_and_sooner_than_computed(modules: tuple[Any, An
 
 
 @pytest.mark.parametrize("name", ["e2, always", "e2, from 2048", "e2, by the price"])
-@pytest.mark.parametrize("capacity", [0.3, 1.0])
-def test_nothing_is_left_of_any(modules: tuple[Any, Any], name: str, capacity: float) -> None:
+@pytest.mark.parametrize("capacity", [1.0, 2.0])
+def test_of_those_that_pulled_nothing_is_left(modules: tuple[Any, Any], name: str, capacity: float) -> None:
     second, cases = modules
     build, workers = cases.CASES["docs"]
     requests = build(0.5, 3)[:120]
-    run(second, requests, ALL_ARMS[name], workers, capacity)
+    fleet = run(second, requests, ALL_ARMS[name], workers, capacity)
+    assert fleet.pulls and fleet.moved_tokens
