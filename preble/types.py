@@ -452,9 +452,10 @@ class PullCost:
     """What it would cost and save, in seconds, if the chosen worker took over KV of the prompt's first `tokens` tokens
     from `source`, which is estimated to cache them: `moved_tokens` of them, `moved_bytes` in all.
 
-    `pull_seconds`: how long the transfer takes; `wait_seconds` of it the request waits for nothing else.
-    `source_seconds` and `target_seconds`: what others wait at either end. `recompute_seconds`: the prefill of these
-    tokens, for which others wait `others_seconds`. `saved_seconds`: what is saved; pulled is where it is positive.
+    `pull_seconds`: until the transfer is over, of which it begins after `link_seconds`, when earlier ones are; the
+    request waits `wait_seconds` of it for nothing else. `source_seconds` and `target_seconds`: what others wait at
+    either end, for its engine and its link. `recompute_seconds`: the prefill of these tokens, for which others wait
+    `others_seconds`. `saved_seconds`: what all of them save.
     """
 
     source: str
@@ -468,6 +469,17 @@ class PullCost:
     recompute_seconds: float
     others_seconds: float
     saved_seconds: float
+    link_seconds: float = 0.0
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is pulled: something is saved, and the request itself waits less than for computing."""
+        return self.saved_seconds > 0.0 and self.wait_seconds < self.recompute_seconds
+
+    @property
+    def worth_seconds(self) -> float:
+        """How long the request waits for it at most: as long as computing takes, and it waits in any case."""
+        return self.recompute_seconds + self.pull_seconds - self.wait_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,8 +235,7 @@ class PullFleet(PairFleet):
     def _ask(self, now: float, request: Any, target: Any, cost: PullCost) -> None:
         """A transfer begins when both links are free, and not after it is of no use."""
         self.pulls += 1
-        worth_seconds = cost.recompute_seconds + cost.pull_seconds - cost.wait_seconds
-        moving = Moving(request, cost, self.workers[int(cost.source)], target, now, now + worth_seconds)
+        moving = Moving(request, cost, self.workers[int(cost.source)], target, now, now + cost.worth_seconds)
         links = (moving.source.i, target.i)
         begin = max(now, *(self._free_at[i] for i in links))
         if begin >= moving.deadline:

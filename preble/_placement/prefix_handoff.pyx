@@ -272,6 +272,12 @@ def confirmed_on(DecisionCore core not None, token_ids, namespace, list workers)
     return found
 
 
+def pressure(DecisionCore core not None) -> float:
+    """kappa of the decisions made now: seconds that others wait for a second of work. O(1)."""
+    with core.tree:
+        return core.pressure_now()
+
+
 cdef void match_more(DecisionCore core, Lease* lease, uint32_t cached_tokens) noexcept nogil:
     """More of a live request's prompt counts as cached; also in the slice it was booked in, from which it takes back
     what its lease has."""

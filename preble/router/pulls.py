@@ -112,9 +112,7 @@ class Pulls:
         endpoint = reached_at(source.address, source.welcome.kv_endpoint)
         self._asked[attempt.wire_id] = _AskedPull(live.request_id, attempt.worker_id, found.source, found.moved_tokens)
         self._pulling[attempt.worker_id] += 1
-        # As long as computing would take, and while the request would wait for its worker in any case.
-        worth_seconds = found.recompute_seconds + found.pull_seconds - found.wait_seconds
-        return PullFrom(endpoint, source.epoch, found.tokens, max(1, int(worth_seconds * 1e6)))
+        return PullFrom(endpoint, source.epoch, found.tokens, max(1, int(found.worth_seconds * 1e6)))
 
     def _of_pair(self, attempt: PullAttempt, live: PullRequest, pair: PairDecision) -> PullFrom | None:
         """All of a prompt from the worker that has prefilled it. It is waited for as long as was reckoned with, and as

@@ -85,7 +85,7 @@ class SimLinks:
         worth_seconds = 0.0
         pull = None
         if cost is not None:
-            worth_seconds = cost.recompute_seconds + cost.pull_seconds - cost.wait_seconds
+            worth_seconds = cost.worth_seconds
             pull = PullFrom("", 0, cost.tokens, max(1, int(worth_seconds * 1e6)))
         held = _Held(scheduler, GenerationRequest(request_id, token_ids, pull=pull), target, now, submit)
         followers = self._followers.setdefault(target.name, KvFollowers(FOLLOWERS_MAX))

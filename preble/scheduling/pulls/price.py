@@ -1,21 +1,25 @@
 """Whether the worker that a request goes to takes over KV from one that caches more of its prompt, or computes it. Owns
-which workers can move KV, and the price; how long transfers take is `link_times.py`'s, placing is the policy's.
+which workers can move KV, and the price; how long transfers take is `link_times.py`'s, which are under way
+`under_way.py`'s, placing the policy's.
 
-    pull       the request waits for the transfer, as far as it isn't waiting for the worker anyway
+    pull       the request waits until both links are free and for the transfer, as far as it isn't waiting for the
+               worker anyway
                + whoever has requests at the source waits while its engine copies
                + who decodes at the worker waits while its engine takes over
+               + others of the fleet wait for both engines (kappa), and a quarter as long for either link
     recompute  the request waits for the prefill of what could have come
                + who decodes at the worker waits for it
+               + others of the fleet wait for it (kappa)
 
-All in seconds of somebody's waiting, as in E2. Asked is who is known to cache the prefix, not only predicted to: what
-still runs there cannot be handed over. And what a pull saves counts by the share that has come lately. Where pulling is
-cheaper the request names the cheapest source. No threshold: a prefix that is too short is one whose prefill takes less
-than the latency.
+All in seconds of somebody's waiting, as in E2; but the request itself never waits longer than for computing. Asked is
+who is known to cache the prefix, not only predicted to: what still runs there cannot be handed over. And what a pull
+saves counts by the share that has come lately. Where pulling is cheaper the request names the cheapest source. No
+threshold: a prefix that is too short is one whose prefill takes less than the latency.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +27,9 @@ from ..._cost import CostModel
 from ...errors import InvalidInput
 from ...types import PullCost, check_int
 from .link_times import LinkEstimate, LinkTimes, Transfer
+from .under_way import UnderWay
 
+LINK_SHARE = 0.25  # of kappa, that others wait for either link while a transfer keeps it busy
 SOURCES_MAX = 8  # that are compared, those that cache most; of equals those with the fewest requests
 
 
@@ -39,23 +45,32 @@ class WorkerSide(NamedTuple):
 
 
 def pull_cost(
-    source: WorkerSide, target: WorkerSide, prompt_tokens: int, token_bytes: int, link: LinkEstimate, cost: CostModel
+    source: WorkerSide,
+    target: WorkerSide,
+    prompt_tokens: int,
+    token_bytes: int,
+    link: LinkEstimate,
+    cost: CostModel,
+    link_seconds: float = 0.0,
+    pressure: float = 0.0,
 ) -> PullCost:
-    """What it costs and saves to pull; `cost` is that of the target. Changes nothing."""
+    """What it costs and saves to pull; `cost` is that of the target. For `link_seconds` one of the two links is busy;
+    `pressure` is E2's kappa. Changes nothing."""
     tokens = min(source.matched_tokens, prompt_tokens - 1)
     own = min(target.matched_tokens, tokens)
     moved_bytes = (tokens - own) * token_bytes
-    pull = link.seconds(moved_bytes)
-    wait = max(pull - target.queue_seconds, 0.0)
-    source_seconds = link.source_byte_seconds * moved_bytes * source.live_requests
-    target_seconds = link.target_byte_seconds * moved_bytes * target.decoding_requests
+    moving = link.seconds(moved_bytes)
+    wait = max(link_seconds + moving - target.queue_seconds, 0.0)
+    others_on_link = LINK_SHARE * pressure * moving
+    source_seconds = link.source_byte_seconds * moved_bytes * (source.live_requests + pressure) + others_on_link
+    target_seconds = link.target_byte_seconds * moved_bytes * (target.decoding_requests + pressure) + others_on_link
     rest = cost.prefill_time(prompt_tokens - tokens, prompt_tokens)
     recompute = max(cost.prefill_time(prompt_tokens - own, prompt_tokens) - rest, 0.0)
-    others = recompute * target.decoding_requests
+    others = recompute * (target.decoding_requests + pressure)
     saved = link.got_share * (recompute + others) - wait - source_seconds - target_seconds
     return PullCost(
-        source.worker, tokens, tokens - own, moved_bytes, pull, wait, source_seconds, target_seconds, recompute, others,
-        saved,
+        source.worker, tokens, tokens - own, moved_bytes, link_seconds + moving, wait, source_seconds, target_seconds,
+        recompute, others, saved, link_seconds,
     )  # fmt: skip
 
 
@@ -70,6 +85,7 @@ class KvMoves:
 
     def __init__(self) -> None:
         self.links = LinkTimes()
+        self.under_way = UnderWay()
         self.asked = 0  # pulls that requests were sent with
         self.ended = 0
         self.moved_tokens = 0
@@ -90,6 +106,7 @@ class KvMoves:
         """A worker has left."""
         self._able.pop(worker, None)
         self.links.forget(worker)
+        self.under_way.forget(worker)
 
     def are_alike(self, one: str, other: str) -> bool:
         """Whether two workers can hand KV to each other as far as they say, or neither says anything."""
@@ -111,23 +128,37 @@ class KvMoves:
         ]
 
     def cheapest(
-        self, target: WorkerSide, sources: Iterable[WorkerSide], prompt_tokens: int, cost: CostModel, now: float
+        self,
+        target: WorkerSide,
+        sources: Iterable[WorkerSide],
+        prompt_tokens: int,
+        cost: CostModel,
+        pressure: float,
+        now: float,
     ) -> PullCost | None:
-        """The pull that saves most, or costs least; None without a source."""
+        """The pull that saves most, or costs least; None without a source. `pressure` is E2's kappa."""
         nearest = sorted(sources, key=lambda one: (-one.matched_tokens, one.live_requests))[:SOURCES_MAX]
         token_bytes = self._able[target.worker].token_bytes if nearest else 0
-        costs = [
-            pull_cost(
-                one, target, prompt_tokens, token_bytes, self.links.estimate(one.worker, target.worker, now), cost
-            )
-            for one in nearest
-        ]
+        costs = []
+        for one in nearest:
+            link = self.links.estimate(one.worker, target.worker, now)
+            waits = self.under_way.link_seconds(one.worker, target.worker, now)
+            costs.append(pull_cost(one, target, prompt_tokens, token_bytes, link, cost, waits, pressure))
         return max(costs, key=lambda found: found.saved_seconds, default=None)
 
-    def note(self, source: str, target: str, transfer: Transfer, now: float, there_tokens: int = 0) -> None:
-        """A transfer is over. So much of what was wanted was cached meanwhile: its source did not fail there."""
+    def begin(self, request: Hashable, target: str, pull: PullCost, now: float) -> None:
+        """A request is sent with a pull."""
+        self.asked += 1
+        self.under_way.begin(request, pull.source, target, min(pull.pull_seconds, pull.worth_seconds), now)
+
+    def end(
+        self, request: Hashable, source: str, target: str, transfer: Transfer, now: float, there_tokens: int = 0
+    ) -> None:
+        """A transfer is over. So much of what was wanted was cached meanwhile: its source did not fail there. What it
+        waited for others is no time of its own."""
         wanted = max(transfer.wanted_tokens - max(there_tokens, 0), transfer.moved_tokens)
-        transfer = transfer._replace(wanted_tokens=wanted)
+        seconds = max(transfer.seconds - self.under_way.end(request, source, target), 0.0)
+        transfer = transfer._replace(wanted_tokens=wanted, seconds=seconds)
         self.ended += 1
         self.wanted_tokens += transfer.wanted_tokens
         self.moved_tokens += transfer.moved_tokens

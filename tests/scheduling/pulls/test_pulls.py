@@ -24,7 +24,7 @@ from preble.scheduling.pulls.link_times import (
     LinkTimes,
     Transfer,
 )
-from preble.scheduling.pulls.price import SOURCES_MAX, KvMoves, WorkerSide, pull_cost
+from preble.scheduling.pulls.price import LINK_SHARE, SOURCES_MAX, KvMoves, WorkerSide, pull_cost
 
 # A millisecond a token, and what a batch costs in any case.
 COST = CostModel([(0, 0.01), (1000, 1.01)])
@@ -33,10 +33,12 @@ TOKEN_BYTES = 1000
 
 
 def price(own: int, there: int, prompt: int = 1000, link: LinkEstimate = FAST, **sides: Any) -> Any:
-    """What it costs to pull what `there` of a prompt is cached elsewhere; `sides`: more of either worker."""
+    """What it costs to pull what `there` of a prompt is cached elsewhere; `sides`: more of either worker, and of the
+    fleet."""
+    fleet = {name: sides.pop(name) for name in ("link_seconds", "pressure") if name in sides}
     source = WorkerSide("h", there, **{k[2:]: v for k, v in sides.items() if k.startswith("h_")})
     target = WorkerSide("w", own, **{k[2:]: v for k, v in sides.items() if k.startswith("w_")})
-    return pull_cost(source, target, prompt, TOKEN_BYTES, link, COST)
+    return pull_cost(source, target, prompt, TOKEN_BYTES, link, COST, **fleet)
 
 
 # --- the price --------------------------------------------------------------------------------------------------------
@@ -81,6 +83,36 @@ def test_what_others_wait_at_either_end_counts() -> None:
     assert found.saved_seconds == pytest.approx(alone.saved_seconds - 0.27 - 0.36 + 1.8)
     crowded = price(0, 900, link=link, h_live_requests=30)
     assert crowded.saved_seconds < 0.0, "a busy source is spared"
+
+
+def test_what_the_fleet_waits_for_a_second_of_work_counts_as_in_e2() -> None:
+    link = FAST._replace(source_byte_seconds=1e-7, target_byte_seconds=2e-7)
+    alone, found = price(0, 900, link=link), price(0, 900, link=link, pressure=2.0)
+    assert found.wait_seconds == alone.wait_seconds == pytest.approx(0.0109)
+    assert found.source_seconds == pytest.approx(2 * (0.09 + LINK_SHARE * 0.0109))
+    assert found.target_seconds == pytest.approx(2 * (0.18 + LINK_SHARE * 0.0109))
+    assert found.others_seconds == pytest.approx(2 * 0.9), "they wait for the prefill that it spares them, too"
+    slow = FAST._replace(byte_seconds=0.9e-6)
+    assert price(0, 900, link=slow).saved_seconds == pytest.approx(0.9 - 0.82)
+    assert price(0, 900, link=slow, pressure=1.0).saved_seconds == pytest.approx(1.8 - 0.82 * (1 + 2 * LINK_SHARE))
+
+
+def test_a_link_that_is_busy_is_waited_for() -> None:
+    alone, found = price(0, 900), price(0, 900, link_seconds=0.5)
+    assert (found.link_seconds, alone.link_seconds) == (0.5, 0.0)
+    assert found.pull_seconds == pytest.approx(alone.pull_seconds + 0.5)
+    assert found.saved_seconds == pytest.approx(alone.saved_seconds - 0.5)
+    assert found.pays and not price(0, 900, link_seconds=0.9).pays
+    behind = price(0, 900, link_seconds=0.5, w_queue_seconds=1.0)
+    assert behind.wait_seconds == 0.0, "not, while it waits for its worker anyway"
+    assert behind.worth_seconds == pytest.approx(0.9 + 0.5109)
+
+
+def test_a_request_waits_no_longer_for_the_good_of_others() -> None:
+    """They would save more by its pull than it loses."""
+    found = price(0, 900, link_seconds=0.95, pressure=2.0)
+    assert found.saved_seconds > 0.5 and found.wait_seconds > found.recompute_seconds
+    assert not found.pays
 
 
 def test_a_source_that_has_not_come_up_with_what_was_expected_is_believed_the_less() -> None:
@@ -206,18 +238,18 @@ def test_the_cheapest_source_is_chosen_among_those_that_have_most() -> None:
     moves = KvMoves()
     moves.able("w", "x", TOKEN_BYTES)
     for _ in range(30):
-        moves.note("slow", "w", transfer(800_000, 0.4), 0.0)
-        moves.note("fast", "w", transfer(700_000, 0.01), 0.0)
+        moves.end("r", "slow", "w", transfer(800_000, 0.4), 0.0)
+        moves.end("r", "fast", "w", transfer(700_000, 0.01), 0.0)
     target, sides = WorkerSide("w", 0), [WorkerSide("slow", 900), WorkerSide("fast", 800)]
-    assert moves.cheapest(target, [], 1000, COST, 0.0) is None
-    found = moves.cheapest(target, sides, 1000, COST, 0.0)
+    assert moves.cheapest(target, [], 1000, COST, 0.0, 0.0) is None
+    found = moves.cheapest(target, sides, 1000, COST, 0.0, 0.0)
     assert found is not None and found.source == "fast", "less, but sooner"
     many = [WorkerSide(f"h{n}", 500, live_requests=n) for n in range(100)] + [WorkerSide("most", 501)]
     looked: list[str] = []
     estimate = moves.links.estimate
     moves.links.__class__ = type("Counted", (LinkTimes,), {"__slots__": (), "estimate": lambda s, a, b, now: (
         looked.append(a), estimate(a, b, now))[1]})  # fmt: skip
-    moves.cheapest(target, many, 1000, COST, 0.0)
+    moves.cheapest(target, many, 1000, COST, 0.0, 0.0)
     assert looked == ["most", *(f"h{n}" for n in range(SOURCES_MAX - 1))]
 
 
@@ -298,7 +330,9 @@ def test_explain_shows_the_pull_also_where_it_is_not_worth_while() -> None:
     found = scheduler.explain([*PROMPT[:3], 5000])
     assert found.worker != "a" and found.pull is not None
     assert (found.pull.source, found.pull.moved_tokens) == ("a", 3)
-    assert found.pull.saved_seconds == pytest.approx(0.003 - GUESSED_LATENCY_SECONDS - 3000 * GUESSED_BYTE_SECONDS)
+    assert found.pull.saved_seconds == pytest.approx(
+        0.003 - GUESSED_LATENCY_SECONDS - 3000 * GUESSED_BYTE_SECONDS, rel=0.01
+    ), "the fleet has worked a little, so kappa is not 0"
     serve(scheduler, "b", PROMPT[:3])
     assert scheduler.stats()["pulls"]["asked"] == 0, "an explanation is no pull"
 
