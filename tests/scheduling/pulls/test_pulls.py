@@ -259,14 +259,14 @@ PROMPT = list(range(1000))
 STEPS = (*("schedule", "pull_ended") * 3, "first_token", "finish", "cancel", "restore", "pass_time")
 
 
-def made(*able: str, **options: Any) -> tuple[GlobalScheduler, ManualClock]:
+def made(*able: str, token_bytes: int = TOKEN_BYTES, **options: Any) -> tuple[GlobalScheduler, ManualClock]:
     """A scheduler of three workers, round robin, some of which can move KV."""
     clock = ManualClock()
     specs = [WorkerSpec(name, kv_capacity_tokens=100_000) for name in "abc"]
     config = SchedulerConfig(calibrate=False)
     found = GlobalScheduler(specs, policy="round_robin", cost_model=COST, config=config, clock=clock, **options)
     for name in able:
-        found.can_move_kv(name, "x", TOKEN_BYTES)
+        found.can_move_kv(name, "x", token_bytes)
     return found, clock
 
 

@@ -97,6 +97,22 @@ def test_a_second_pull_counts_with_the_first() -> None:
     assert again is not None and again.link_seconds == 0.0, "nobody has reported anything, but it must be over"
 
 
+def test_where_too_many_want_one_link_the_rest_computes() -> None:
+    """All from one worker, over the 10 Gbit/s that are guessed."""
+    scheduler, _ = made("a", "b", "c", token_bytes=400_000)
+    prompts = [range_of(number) for number in range(5)]
+    for prompt in prompts:
+        serve(scheduler, "a", prompt)
+    found = []
+    for number, prompt in enumerate(prompts):
+        decision = scheduler.schedule(prompt, exclude=["a", "bc"[number % 2]])
+        found.append(scheduler.pull_for(decision, prompt))
+        scheduler.cancel(decision)  # the next waits for nothing but links
+    waits = [pull.link_seconds for pull in found if pull is not None]
+    assert waits == sorted(waits) and waits[0] == 0.0
+    assert 1 < len(waits) < len(found), "at some length of the queue computing is sooner"
+
+
 def test_what_a_transfer_waited_for_the_link_is_not_its_own_time() -> None:
     scheduler, clock = made("a", "b", "c")
     other = range_of(1)
