@@ -114,9 +114,9 @@ class PullCalls(RequestApi):
         session: SessionHint | None = None,
     ) -> Explanation:
         """Returns what `schedule` would choose now, and why: what every worker would cost, and where some can move KV
-        the cheapest pull to the chosen one. Books nothing; with E2 it takes no lock, but for a pull. Arguments are
-        those of `schedule`; `request_id` is for policies that look at it and need not be free. Raises InvalidTokens,
-        InvalidInput, NoWorkers. O(tokens + workers)."""
+        the cheapest pull to the chosen one. Books nothing; with E2 it takes no lock, but for a pull.
+        Arguments are those of `schedule`; `request_id` is for policies that look at it and need not be free. Raises
+        InvalidTokens, InvalidInput, NoWorkers. O(tokens + workers)."""
         found = super().explain(
             token_ids,
             request_id=request_id,
