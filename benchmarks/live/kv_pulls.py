@@ -62,8 +62,7 @@ class Threshold(GlobalScheduler):
         """As the rule says."""
         if self.least_tokens is None:
             return None
-        found = super().pull_for(request_id, token_ids, **asked, at_any_price=True)
-        return found if found is not None and found.moved_tokens >= self.least_tokens else None
+        return super().pull_for(request_id, token_ids, **asked, least_tokens=self.least_tokens)
 
 
 class TorchWorkers:

@@ -146,8 +146,7 @@ class Pulling(Preble):
         least = self._least_tokens
         if least is None:
             return None
-        found = self.scheduler.pull_for(request.rid, request.tokens, at_any_price=least != BY_PRICE)
-        return None if found is None or found.moved_tokens < least else found
+        return self.scheduler.pull_for(request.rid, request.tokens, least_tokens=None if least == BY_PRICE else least)
 
     def pull_ended(self, request: Any, cached_tokens: int, source: str, transfer: Transfer, now: float) -> None:
         """The scheduler learns of it."""

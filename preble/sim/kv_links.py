@@ -102,9 +102,7 @@ class SimLinks:
         return True
 
     def _pull_of(self, scheduler: GlobalScheduler, request_id: str, token_ids: Int32Array) -> PullCost | None:
-        least = self._link.least_tokens
-        found = scheduler.pull_for(request_id, token_ids, at_any_price=least is not None)
-        return None if found is None or found.moved_tokens < (least or 0) else found
+        return scheduler.pull_for(request_id, token_ids, least_tokens=self._link.least_tokens)
 
     # --- a transfer ---------------------------------------------------------------------------------------------------
 

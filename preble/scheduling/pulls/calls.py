@@ -54,13 +54,15 @@ class PullCalls(RequestApi):
         *,
         namespace: Hashable = None,
         exclude: Iterable[str] = (),
-        at_any_price: bool = False,
+        least_tokens: int | None = None,
     ) -> PullCost | None:
         """Returns the pull with which a live request, `request_id` (an id or a Decision), of `token_ids` in `namespace`
         should be sent to the worker that it is booked on: where that can take over KV from another for less than it
-        takes to compute it, or `at_any_price`. From none of `exclude`, ids of workers. None where it should not. What
-        is returned keeps both workers' links busy, until `pull_ended` or for as long as it should take. Raises
-        InvalidTokens, InvalidInput. O(tokens + workers)."""
+        takes to compute it; or, with `least_tokens`, at any price from so many tokens on. From none of `exclude`, ids
+        of workers. None where it should not. What is returned keeps both workers' links busy, until `pull_ended` or for
+        as long as it should take. Raises InvalidTokens, InvalidInput. O(tokens + workers)."""
+        if least_tokens is not None:
+            check_int("least_tokens", least_tokens, 0, 2**31 - 1, InvalidInput)
         moves, named = self._kv_moves, named_request(request_id)
         if moves is None:
             return None
@@ -71,7 +73,7 @@ class PullCalls(RequestApi):
             return None
         left_out = frozenset(iterable("exclude", exclude))
         found = self._cheapest_pull(moves, worker, own, True, token_ids, namespace, left_out)
-        if found is None or not (found.pays or at_any_price):
+        if found is None or not (found.pays if least_tokens is None else found.moved_tokens >= least_tokens):
             return None
         with self._lock:
             moves.begin(key, worker, found, self.now())

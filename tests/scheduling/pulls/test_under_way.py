@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from preble.errors import InvalidInput
 from preble.scheduling.pulls.link_times import Transfer
 from preble.scheduling.pulls.under_way import PULLS_MAX, UnderWay
 from tests.scheduling.pulls.test_pulls import PROMPT, made, range_of, serve
@@ -111,6 +112,19 @@ def test_where_too_many_want_one_link_the_rest_computes() -> None:
     waits = [pull.link_seconds for pull in found if pull is not None]
     assert waits == sorted(waits) and waits[0] == 0.0
     assert 1 < len(waits) < len(found), "at some length of the queue computing is sooner"
+
+
+def test_a_pull_that_is_not_asked_for_keeps_no_link_busy() -> None:
+    scheduler, _ = made("a", "b", "c")
+    serve(scheduler, "a")
+    decision = scheduler.schedule(PROMPT, exclude=["a", "c"])
+    assert scheduler.pull_for(decision, PROMPT, least_tokens=1000) is None, "it lacks 999"
+    assert scheduler._kv_moves is not None and len(scheduler._kv_moves.under_way) == 0
+    assert scheduler.stats()["pulls"]["asked"] == 0
+    with pytest.raises(InvalidInput, match="least_tokens"):
+        scheduler.pull_for(decision, PROMPT, least_tokens=-1)
+    found = scheduler.pull_for(decision, PROMPT, least_tokens=999)
+    assert found is not None and scheduler.stats()["pulls"]["asked"] == 1
 
 
 def test_what_a_transfer_waited_for_the_link_is_not_its_own_time() -> None:
