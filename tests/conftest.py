@@ -63,9 +63,10 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         )
         try:
             output, errors = process.communicate(timeout=timeout_seconds)
-        except BaseException:
+        except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            output, errors = process.communicate()
+            error.add_note(f"it had written:\n{output}\n{errors}")
             raise
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 

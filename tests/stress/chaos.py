@@ -92,6 +92,7 @@ class Fleet:
         self.networks: list[Network] = []
         self.routers: list[RouterProcess] = []
         self.crowds: list[RouterProcess] = []
+        self.leaving: list[RouterProcess] = []  # crowds whose clients finish
         self.done: Counter[str] = Counter()
         self.findings: list[str] = []
         self.totals: Counter[str] = Counter()
@@ -108,6 +109,8 @@ class Fleet:
             first.kill()
         for _ in range(self.args.routers):
             self.routers.append(self._router(self.args.clients))
+        for router in self.routers:
+            router.last_answer()
 
     def _worker(self, number: int, endpoint: str, events: str) -> WorkerProcess:
         arguments = ["--id", f"w{number}", *(("--events-bind", events) if events else ())]
@@ -117,8 +120,8 @@ class Fleet:
         return WorkerProcess(*SIMULATED, *arguments, endpoint=endpoint, time_scale=TIME_SCALE)
 
     def _router(self, clients: int) -> RouterProcess:
-        router = RouterProcess(*self._router_options(clients))
-        router.ask("load")
+        router = RouterProcess(*self._router_options(clients), wait=False)
+        router.post("load")  # once it has connected, which takes as long as a worker that hangs is waited for
         return router
 
     def _router_options(self, clients: int) -> list[str]:
@@ -146,7 +149,8 @@ class Fleet:
 
     def _begin_router(self, kind: str, target: int) -> None:
         if kind == "kill_router":
-            self._note(self.routers[target].ask("progress"))
+            if self.routers[target].answered:  # else it has not connected yet, and dies of it
+                self._note(self.routers[target].ask("progress"))
             self.routers[target].kill()
         elif kind == "hang_router":
             self.routers[target].process.send_signal(signal.SIGSTOP)
@@ -180,18 +184,27 @@ class Fleet:
         elif fault.kind == "hang_router":
             self.routers[fault.target].process.send_signal(signal.SIGCONT)
         elif fault.kind == "crowd":
-            crowd = self.crowds.pop()
-            self._note(crowd.ask("stop"))
-            crowd.kill()
+            self.crowds[-1].post("stop")
+            self.leaving.append(self.crowds.pop())
         else:
             self.networks[fault.target].heal()
 
     # --- the verdict --------------------------------------------------------------------------------------------------
 
+    def let_leave(self, *, wait: bool = False) -> None:
+        """Note and end the crowds that have finished; with `wait`, all of them, once they have."""
+        for crowd in [crowd for crowd in self.leaving if wait or crowd.answered]:
+            self._note(crowd.last_answer())
+            crowd.kill()
+            self.leaving.remove(crowd)
+
     def examine(self) -> None:
         """Stop the load, then let every router look at everything."""
+        self.let_leave(wait=True)
         for router in self.routers:
-            router.ask("stop")
+            router.post("stop")
+        for router in self.routers:
+            router.last_answer()
         for router in self.routers:
             self._note(router.ask("check"))
 
@@ -204,7 +217,7 @@ class Fleet:
 
     def stop(self) -> None:
         """End all processes."""
-        for router in (*self.routers, *self.crowds):
+        for router in (*self.routers, *self.crowds, *self.leaving):
             router.kill()
         for network in self.networks:
             network.close()
@@ -228,6 +241,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 if args.verbose:
                     sys.stderr.write(f"{at:8.3f} {'end' if ending else 'begin'} {fault.kind} {fault.target}\n")
                 (fleet.end if ending else fleet.begin)(fault)
+                fleet.let_leave()
             time.sleep(max(0.0, began + args.seconds - time.monotonic()))
             fleet.examine()
         finally:

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import json
 import random
 import secrets
+import signal
 import sys
 import time
 from collections import Counter
@@ -47,7 +49,10 @@ VARIANTS = 8
 SHARED_TOKENS = 300
 VOCABULARY = 30_000
 CHECK_SECONDS = 0.5
+PING_SECONDS = 0.5
 PROBED_PROMPTS = 24
+RESUME_SECONDS = 2 * HANG_SECONDS  # a request that finds no worker for so long fails
+STOP_SECONDS = RESUME_SECONDS + HANG_SECONDS
 
 Prompt = list[int]
 
@@ -84,7 +89,7 @@ class Load:
             give_up_seconds=args.give_up_seconds,
             forget_after_seconds=args.forget_seconds,
             max_attempts=1000,
-            resume_seconds=2 * HANG_SECONDS,
+            resume_seconds=RESUME_SECONDS,
         )
         self.router = Router(args.endpoints, config=config)
 
@@ -105,9 +110,7 @@ class Load:
             self.clients.append(asyncio.ensure_future(self.watch()))
         elif command == "stop":
             self.stopping = True
-            for result in await asyncio.gather(*self.clients, return_exceptions=True):
-                if result is not None:
-                    self.findings.append(f"a client ended with {result!r}")
+            await self.until_clients_ended()
         elif command == "check":
             await self.check()
         elif command not in ("hello", "progress"):
@@ -115,6 +118,17 @@ class Load:
         stats = self.router.stats()
         keep = ("resumed", "late_chunks", "duplicate_tokens", "token_gaps", "completed_by_router", "live_requests")
         return {"counts": self.counts, "findings": self.findings, **{name: stats[name] for name in keep}}
+
+    async def until_clients_ended(self) -> None:
+        """Wait for the clients' last requests; one that never ends is a finding."""
+        ended, waiting = await asyncio.wait(self.clients, timeout=STOP_SECONDS)
+        for client in ended:
+            if client.exception() is not None:
+                self.findings.append(f"a client ended with {client.exception()!r}")
+        for client in waiting:
+            where = [f"{frame.f_code.co_name}:{frame.f_lineno}" for frame in client.get_stack()]
+            self.findings.append(f"a client did not end within {STOP_SECONDS:g} s, at {where}; {self.router.stats()}")
+            client.cancel()
 
     async def reference(self) -> None:
         """Ask everything once and write it down as right."""
@@ -215,18 +229,37 @@ class Load:
 
 
 class Probe:
-    """Asks a worker itself, past the router."""
+    """Asks a worker itself, past the router. Every question is a session of its own, and pings while it waits: between
+    and within them the machine may take longer than workers keep a silent session."""
 
     def __init__(self, endpoint: str) -> None:
-        self._peer = Peer(endpoint)
-        self._peer.hello(f"probe-{secrets.token_hex(8)}")
+        self._peer = Peer(endpoint, pump=self._ping)
+        self._peer.session = 0
+        self._name = f"probe-{secrets.token_hex(8)}"
+        self._pinged_at = 0.0
         self._number = 0
 
+    def _begin(self) -> None:
+        self._pinged_at = time.monotonic()
+        self._peer.session += 1
+        self._peer.seq = 0
+        self._peer.send(wire.Hello(self._name))
+        self._peer.expect(wire.Welcome)  # after what was still on its way
+
+    def _ping(self) -> None:
+        if time.monotonic() > self._pinged_at + PING_SECONDS:
+            self._pinged_at = time.monotonic()
+            self._peer.send(wire.Ping(0))
+
     def _pong(self) -> wire.Pong:
-        self._peer.send(wire.Ping(0))
-        pong = self._peer.expect(wire.Pong)
-        assert isinstance(pong, wire.Pong)
-        return pong
+        self._begin()
+        self._number += 1
+        self._peer.send(wire.Ping(self._number))
+        while True:
+            pong = self._peer.expect(wire.Pong)
+            assert isinstance(pong, wire.Pong)
+            if pong.nonce == self._number:
+                return pong
 
     def running(self) -> int:
         """Requests of anybody that are there."""
@@ -246,6 +279,7 @@ class Probe:
 
     def cached_tokens(self, prompt: Prompt) -> int:
         """Tokens of a prompt that the engine had cached; it has all of them afterwards."""
+        self._begin()
         self._number += 1
         sampling = SamplingParams(max_new_tokens=1, temperature=0.0)
         self._peer.send(wire.GenerationRequest(f"probe{self._number}", np.array(prompt, np.int32), sampling))
@@ -269,8 +303,16 @@ async def _until(condition: Any, what: str) -> None:
     raise AssertionError(f"waited in vain until {what}")
 
 
+def print_tasks() -> None:
+    """Where every task waits, to stderr."""
+    for task in asyncio.all_tasks():
+        task.print_stack(file=sys.stderr)
+
+
 async def serve(args: argparse.Namespace) -> None:
-    """Connect and obey until stdin ends."""
+    """Connect and obey until stdin ends. At SIGUSR1 all threads' and tasks' stacks are written to stderr."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print_tasks)
+    faulthandler.register(signal.SIGUSR1, chain=True)
     load = Load(args)
     await load.router.start(min_workers=1)
     lines = asyncio.StreamReader()
@@ -281,7 +323,8 @@ async def serve(args: argparse.Namespace) -> None:
     await load.router.close()
 
 
-def main() -> None:
+def load_parser() -> argparse.ArgumentParser:
+    """The command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("endpoints", nargs="+", help="of workers")
     parser.add_argument("--output-tokens", type=int, default=0, help="to ask for; 0: some 5 to 59, by prompt")
@@ -292,8 +335,8 @@ def main() -> None:
     parser.add_argument("--silent-seconds", type=float, default=0.5, help="silence after which a worker is left")
     parser.add_argument("--give-up-seconds", type=float, default=4.0, help="silence after which a link is closed")
     parser.add_argument("--forget-seconds", type=float, default=30.0, help="loss after which a worker is forgotten")
-    asyncio.run(serve(parser.parse_args()))
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(serve(load_parser().parse_args()))

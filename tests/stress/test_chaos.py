@@ -3,20 +3,24 @@ faults and the verdict, `stress/load.py` the traffic and the examination."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.stress.chaos import ROUTER_FAULTS, WORKER_FAULTS, schedule
-from tests.stress.load import GROUPS, VARIANTS, wanted_tokens
+from tests.stress.load import GROUPS, VARIANTS, Load, load_parser, wanted_tokens
 from tests.support.faults import RouterProcess
 from tests.support.transport import WorkerProcess
 
 SECONDS = 60
-SLOWER = 15  # so many times longer it may take where the machine is busy
+SLOWER = 4  # so many times longer it may take where the machine is busy; less than any test may
 
 
 def test_a_minute_of_faults_loses_no_token_and_leaves_the_bookings_even(
@@ -40,6 +44,38 @@ def test_the_schedule_is_the_seeds_alone_and_never_takes_the_last_worker_or_rout
         for fault in mine:
             ill = [one.target for one in mine if one.start <= fault.start < one.start + one.seconds]
             assert len(ill) == len(set(ill)) < count
+
+
+def test_a_router_that_does_not_answer_says_where_it_waits(capfd: pytest.CaptureFixture[str]) -> None:
+    worker = WorkerProcess(time_scale=0.0)
+    with contextlib.ExitStack() as stack:
+        stack.callback(worker.stop)
+        router = RouterProcess(worker.endpoint, "--silent-seconds", "600", "--give-up-seconds", "600")
+        stack.callback(router.kill)
+        worker.signal(signal.SIGSTOP)
+        router.ask("load")
+        router.post("stop")
+        with pytest.raises(AssertionError, match=r"did not answer within 0\.2 s"):
+            router.last_answer(timeout_seconds=0.2)
+        assert not router.answered
+    errors = capfd.readouterr().err
+    assert "Current thread" in errors and "await self.request(number, manner)" in errors
+
+
+def test_a_client_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    async def stop() -> list[str]:
+        load = Load(load_parser().parse_args(["tcp://127.0.0.1:1"]))
+        load.clients = [asyncio.ensure_future(never())]
+        findings = (await load.obey("stop"))["findings"]
+        await load.router.close()
+        return findings
+
+    monkeypatch.setattr("tests.stress.load.STOP_SECONDS", 0.01)
+    (finding,) = asyncio.run(stop())
+    assert "a client did not end" in finding and "never" in finding
 
 
 def test_wrong_answers_are_found(tmp_path: Path) -> None:

@@ -3,13 +3,17 @@ in a network namespace that can be cut off; a router in a process of its own tha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +25,8 @@ import zmq
 from tests.support.paths import ROOT
 from tests.support.transport import HANG_SECONDS, WorkerProcess
 
+ANSWER_SECONDS = 4 * HANG_SECONDS  # more than `load.py` waits for anything
+STACKS_SECONDS = 1.0  # for a process to write its stacks
 PROXY_HOST = "127.0.0.2"  # the proxy has the ports of its worker on another loopback address
 
 
@@ -209,9 +215,10 @@ class Island:
 
 
 class RouterProcess:
-    """`stress/load.py` as a process: one router with clients. Ready when constructed."""
+    """`stress/load.py` as a process: one router with clients. Ready when constructed, unless `wait` is false: then what
+    is asked of it meanwhile is done once it is."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, wait: bool = True) -> None:
         path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.stress.load", *arguments],
@@ -220,25 +227,62 @@ class RouterProcess:
             text=True,
             env={**os.environ, "PYTHONPATH": path},
         )
-        self.ask("hello")
+        self._answers: queue.Queue[str] = queue.Queue()
+        self._awaited = 0
+        self._reader = threading.Thread(target=self._read, name="answers", daemon=True)
+        self._reader.start()
+        self.post("hello")
+        if wait:
+            self.last_answer()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._answers.put(line)
+        self._answers.put("")  # it has ended
+
+    def post(self, command: str) -> None:
+        """Send a command; its answer is not waited for."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        self._awaited += 1
+
+    @property
+    def answered(self) -> bool:
+        """Whether answers to all commands have come."""
+        return self._answers.qsize() >= self._awaited
+
+    def last_answer(self, timeout_seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+        """The answer to the last command, once all have come. A router that does not answer writes the stacks of its
+        threads and tasks to stderr, and AssertionError is raised."""
+        line, deadline = "", time.monotonic() + timeout_seconds
+        while self._awaited:
+            try:
+                line = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                self.process.send_signal(signal.SIGUSR1)
+                time.sleep(STACKS_SECONDS)
+                raise AssertionError(f"the router process did not answer within {timeout_seconds:g} s") from None
+            assert line, f"the router process ended with exit code {self.process.wait(HANG_SECONDS)}"
+            self._awaited -= 1
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def ask(self, command: str) -> dict[str, Any]:
         """Send a command; its answer."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, f"the router process ended at {command!r}, exit code {self.process.wait(HANG_SECONDS)}"
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        self.post(command)
+        return self.last_answer()
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
         self.process.kill()
         self.process.wait(HANG_SECONDS)
+        self._reader.join(HANG_SECONDS)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
 
 
 @contextmanager
