@@ -23,6 +23,7 @@ first requests warm the caches and are not counted.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import heapq
 import itertools
 import json
@@ -95,28 +96,29 @@ class Replay:
 
     def __init__(self, python: Path, asked: Asked) -> None:
         self._asked = asked
-        with tempfile.NamedTemporaryFile("w", suffix=".jsonl", delete=False) as file:
-            file.writelines(line + "\n" for line in asked.lines())
-        self._file = Path(file.name)
-        self._errors = tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen(
-            [str(python), "-m", "benchmarks.scale.dynamo_engine", file.name],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
-        self.package = str(self._line()["package"])
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            requests = folder / "requests.jsonl"
+            requests.write_text("".join(line + "\n" for line in asked.lines()))
+            self._errors = stack.enter_context((folder / "errors").open("w+"))
+            self._process = subprocess.Popen(
+                [str(python), "-m", "benchmarks.scale.dynamo_engine", str(requests)],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+            )
+            stack.callback(self._process.communicate)
+            stack.callback(self._process.kill)
+            self.package = str(self._line()["package"])
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> Replay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
-        self._file.unlink()
+        self._stack.close()
 
     def _line(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -219,7 +221,7 @@ def profiled(python: Path) -> preble.CostModel:
     """What a prefill and an iteration of decoding take there, measured one prompt and one batch at a time."""
     prompts = [np.arange(tokens, dtype=np.int32) for tokens in PROFILED_TOKENS]
     prompts += [np.arange(1024 * n, 1024 * (n + 1), dtype=np.int32) + 10**6 for n in range(max(PROFILED_BATCHES))]
-    asked = Asked(prompts, [PROFILED_OUTPUT] * len(prompts), np.arange(len(prompts)) * 1e-6)
+    asked = Asked(prompts, [PROFILED_OUTPUT] * len(prompts), np.arange(float(len(prompts))) * 1e-6)
     first, decodes = len(PROFILED_TOKENS), []
     with Replay(python, asked) as replay:
         alone = [replay.run([number])[0] for number in range(first)]

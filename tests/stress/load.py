@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from preble import SamplingParams
-from preble.errors import NoWorkers, PrebleError, QueueFull
+from preble.errors import CapacityExceeded, NoWorkers, PrebleError
 from preble.router import Router
 from preble.router.fleet import FleetWorker
 from preble.transport import wire
@@ -50,6 +50,7 @@ SHARED_TOKENS = 300
 VOCABULARY = 30_000
 CHECK_SECONDS = 0.5
 PING_SECONDS = 0.5
+TURNED_AWAY_SECONDS = 0.05  # a client that asked again at once would let nobody else run
 PROBED_PROMPTS = 24
 RESUME_SECONDS = 2 * HANG_SECONDS  # a request that finds no worker for so long fails
 STOP_SECONDS = RESUME_SECONDS + HANG_SECONDS
@@ -152,11 +153,12 @@ class Load:
             manner = rng.random()
             try:
                 await self.request(number, manner)
-            except (QueueFull, NoWorkers):
-                self.counts["turned_away"] += 1  # it never ran: nothing was promised yet
-                await asyncio.sleep(0.05)
+            except (CapacityExceeded, NoWorkers):  # it never ran: nothing was promised yet
+                self.counts["turned_away"] += 1
+                await asyncio.sleep(TURNED_AWAY_SECONDS)
             except PrebleError as error:
                 self.findings.append(f"request lost: {type(error).__name__}: {error}")
+                await asyncio.sleep(TURNED_AWAY_SECONDS)
 
     async def request(self, number: int, manner: float) -> None:
         """One request: 12 % leave half-way, 8 % read slowly."""

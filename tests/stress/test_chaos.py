@@ -8,12 +8,13 @@ import contextlib
 import json
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from preble.errors import CapacityExceeded, Overloaded, PrebleError, QueueFull, WorkerLost
 from tests.stress.chaos import ROUTER_FAULTS, WORKER_FAULTS, schedule
 from tests.stress.load import GROUPS, VARIANTS, Load, load_parser, wanted_tokens
 from tests.support.faults import RouterProcess
@@ -76,6 +77,32 @@ def test_a_client_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("tests.stress.load.STOP_SECONDS", 0.01)
     (finding,) = asyncio.run(stop())
     assert "a client did not end" in finding and "never" in finding
+
+
+@pytest.mark.parametrize("error", [Overloaded("too long"), WorkerLost("gone"), QueueFull("full")])
+def test_a_client_that_is_turned_away_lets_others_run(error: PrebleError, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: one that was refused for its wait asked again at once, and its router never ran again."""
+    asked = 0
+
+    async def refused(*_: object) -> AsyncIterator[None]:
+        nonlocal asked
+        asked += 1
+        assert asked < 1000, "nobody else has run"
+        raise error
+        yield
+
+    async def clients() -> Load:
+        load = Load(load_parser().parse_args(["tcp://127.0.0.1:1"]))
+        monkeypatch.setattr(load.router, "generate", refused)
+        load.clients = [asyncio.ensure_future(load.client(0))]
+        await asyncio.sleep(0.0)
+        await load.obey("stop")
+        await load.router.close()
+        return load
+
+    load = asyncio.run(clients())
+    assert asked == 1 and load.counts["turned_away"] == isinstance(error, CapacityExceeded)
+    assert len(load.findings) == (not isinstance(error, CapacityExceeded))
 
 
 def test_wrong_answers_are_found(tmp_path: Path) -> None:
