@@ -79,7 +79,9 @@ def test_a_client_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert "a client did not end" in finding and "never" in finding
 
 
-@pytest.mark.parametrize("error", [Overloaded("too long"), WorkerLost("gone"), QueueFull("full")])
+@pytest.mark.parametrize(
+    "error", [Overloaded("too long", retry_after_seconds=1.0), WorkerLost("gone"), QueueFull("full")]
+)
 def test_a_client_that_is_turned_away_lets_others_run(error: PrebleError, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: one that was refused for its wait asked again at once, and its router never ran again."""
     asked = 0
