@@ -51,7 +51,7 @@ from preble.workloads import Workload, arrival_times, poisson
 BLOCK_TOKENS = 64
 ENGINE = {"backend": "vllm", "num_gpu_blocks": FLEET.kv_tokens // BLOCK_TOKENS, "block_size": BLOCK_TOKENS}
 MAX_RUNNING = 256  # that package's default
-PROFILED_TOKENS = (64, 256, 1024, 4096, 8192, 16_384, 32_768)
+PROFILED_TOKENS = (64, 256, 1024, 4096, 16_384, 65_536, 131_072)
 PROFILED_BATCHES = (1, 4, 16, 64)
 PROFILED_OUTPUT = 64
 ERROR_CHARACTERS = 2000
