@@ -50,6 +50,7 @@ from preble.workloads import Workload, arrival_times, poisson
 
 BLOCK_TOKENS = 64
 ENGINE = {"backend": "vllm", "num_gpu_blocks": FLEET.kv_tokens // BLOCK_TOKENS, "block_size": BLOCK_TOKENS}
+ALIKE: dict[str, Any] = {"extra_engine_args": {}}  # engines that all do the same
 MAX_RUNNING = 256  # that package's default
 PROFILED_TOKENS = (64, 256, 1024, 4096, 16_384, 65_536, 131_072)
 PROFILED_BATCHES = (1, 4, 16, 64)
@@ -133,7 +134,9 @@ class Replay:
     def _ask(self, numbers: Sequence[int], times: Sequence[float], options: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         requests = [[number, time * 1000.0] for number, time in zip(numbers, times, strict=True)]
-        options = {"trace_block_size": BLOCK_TOKENS, "extra_engine_args": {}} | options
+        options = {"trace_block_size": BLOCK_TOKENS} | (
+            options if "prefill_engine_args" in options else ALIKE | options
+        )
         self._process.stdin.write(json.dumps({"requests": requests, "engine": ENGINE, "options": options}) + "\n")
         self._process.stdin.flush()
         return self._line()
