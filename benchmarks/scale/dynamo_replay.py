@@ -145,7 +145,8 @@ class Replay:
         """Those requests at their times; `options` as that package names them."""
         found = self._ask(numbers, [float(self._asked.arrival_seconds[number]) for number in numbers], options)
         assert [row[4] for row in found["served"]] == [len(self._asked.prompts[number]) for number in numbers]
-        return [Served(row[0] / 1000, row[1] / 1000, row[2], row[3]) for row in found["served"]]
+        # A last block that is not full counts there as if it were.
+        return [Served(row[0] / 1000, row[1] / 1000, min(row[2], row[4]), row[3]) for row in found["served"]]
 
     def backlog_rps(self, workers: int) -> float:
         """Requests a second that the KV router ends when all are there at once."""
