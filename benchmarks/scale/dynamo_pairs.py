@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,7 +28,18 @@ import preble
 from benchmarks.common.paths import ROOT
 from benchmarks.common.tables import markdown, rounded
 from benchmarks.paper.contest_cells import FLEET, SOURCES, local_config, warm_requests
-from benchmarks.scale.dynamo_replay import MAX_RUNNING, Asked, Replay, Served, asked_of, at_load, profiled, workload_of
+from benchmarks.scale.dynamo_replay import (
+    MAX_RUNNING,
+    OWN_RUNS,
+    Asked,
+    Replay,
+    Served,
+    asked_of,
+    at_load,
+    means,
+    profiled,
+    workload_of,
+)
 from benchmarks.scale.pairs import FIGURES, KV_TOKEN_BYTES, NO_PULLS, Arm, counted_figures
 from preble import sim
 from preble.types import DECODE
@@ -62,7 +72,8 @@ def theirs(replay: Replay, asked: Asked, workers: int, gbits: float) -> Iterator
                 "decode_engine_args": moving | {"worker_type": "decode"},
             }
         name = f"{mode}, {prefills} prefill, {workers - prefills} decode" if prefills else mode
-        yield name, figures_of(replay.run(range(len(asked.prompts)), **options), asked)
+        runs = [replay.run(range(len(asked.prompts)), **options) for _ in range(OWN_RUNS)]
+        yield name, means([figures_of(served, asked) for served in runs])
 
 
 def figures_of(served: Sequence[Served], asked: Asked) -> dict[str, float]:
@@ -110,8 +121,7 @@ def cells(args: argparse.Namespace, python: Path) -> Iterator[dict[str, Any]]:
                 figures = ours(same, one, args.workers, seed, args.gbits, cost)
                 found.setdefault((OURS, one.name(args.workers)), []).append(figures)
         for (simulator, arm), runs in found.items():
-            means = {key: statistics.fmean(run[key] for run in runs) for key in FIGURES}
-            yield {"workload": name, "load": load, "simulator": simulator, "arm": arm, **means}
+            yield {"workload": name, "load": load, "simulator": simulator, "arm": arm, **means(runs)}
         sys.stderr.write(f"{name} {load}\n")
 
 

@@ -16,7 +16,7 @@ of servers without KV events: first tokens with their cached tokens, and ends. I
 at a time, as `preble profile` does; "e2, costs unknown" is given none.
 
 Load 1 is the rate at which NVIDIA's KV router ends a backlog of the requests. Engines are as that package makes them
-(vLLM's rules, 64 tokens a block, its polynomial of an H100), with the contest's KV memory. Means over the seeds; the
+(vLLM's rules, 64 tokens a block, its polynomial of times), with the contest's KV memory. Means over the seeds; the
 first requests warm the caches and are not counted.
 """
 
@@ -58,6 +58,7 @@ PROFILED_OUTPUT = 64
 ERROR_CHARACTERS = 2000
 FIGURES = ("mean_ttft", "p99_ttft", "mean_latency", "p99_latency")
 ITS_OWN = {"kv router": "kv_router", "its round robin": "round_robin"}
+OWN_RUNS = 5  # its router draws among equals, without a seed: the mean of so many stands for it
 LED = {"round_robin": "round_robin", "least_loaded": "least_loaded", "kv_cost": "kv_cost", "e2": "e2"}
 UNKNOWN = "e2, costs unknown"
 Tokens = npt.NDArray[np.int32]
@@ -273,14 +274,20 @@ def figures_of(served: Sequence[Served], asked: Asked) -> dict[str, float]:
     return {**dict(zip(FIGURES, map(float, values), strict=True)), "hit": sum(one[2] for one in counted) / prompt}
 
 
-def arms(replay: Replay, asked: Asked, workers: int, cost: preble.CostModel) -> Iterator[tuple[str, list[Served]]]:
+def arms(replay: Replay, asked: Asked, workers: int, cost: preble.CostModel) -> Iterator[tuple[str, dict[str, float]]]:
     """Every rule and what it comes to: that package's own two, then Preble's."""
     numbers = range(len(asked.prompts))
     for name, mode in ITS_OWN.items():
-        yield name, replay.run(numbers, num_workers=workers, router_mode=mode)
+        runs = [replay.run(numbers, num_workers=workers, router_mode=mode) for _ in range(OWN_RUNS)]
+        yield name, means([figures_of(served, asked) for served in runs])
     for name, policy in LED.items():
-        yield name, Led(replay, asked, workers, policy, cost).run()
-    yield UNKNOWN, Led(replay, asked, workers, "e2", None).run()
+        yield name, figures_of(Led(replay, asked, workers, policy, cost).run(), asked)
+    yield UNKNOWN, figures_of(Led(replay, asked, workers, "e2", None).run(), asked)
+
+
+def means(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each figure."""
+    return {key: statistics.fmean(run[key] for run in runs) for key in runs[0]}
 
 
 def cells(args: argparse.Namespace, python: Path) -> Iterator[dict[str, Any]]:
@@ -295,12 +302,11 @@ def cells(args: argparse.Namespace, python: Path) -> Iterator[dict[str, Any]]:
                     rps = replay.backlog_rps(workers)
                 at = at_load(asked, rps, load)
                 with Replay(python, at) as replay:
-                    for arm, served in arms(replay, at, workers, cost):
-                        found.setdefault(arm, []).append(figures_of(served, at))
+                    for arm, figures in arms(replay, at, workers, cost):
+                        found.setdefault(arm, []).append(figures)
             for arm, runs in found.items():
-                means = {key: statistics.fmean(run[key] for run in runs) for key in runs[0]}
                 by_seed = {f"{key}_by_seed": [run[key] for run in runs] for key in FIGURES}
-                yield {"workload": name, "workers": workers, "load": load, "arm": arm, **means, **by_seed}
+                yield {"workload": name, "workers": workers, "load": load, "arm": arm, **means(runs), **by_seed}
             sys.stderr.write(f"{name} {workers} {load}\n")
 
 

@@ -152,6 +152,7 @@ class PullCalls(RequestApi):
 
             names = [name for name in names if name in self._workers]
             known = confirmed_on(self.core, token_ids, namespace, [self._workers[name].index for name in names])
+            known = [self._in_blocks(name, tokens) for name, tokens in zip(names, known, strict=True)]
             cost, prompt = cost_at(self.core, self._workers[worker_id].index), match.prompt_tokens
             target = self._side(worker_id, own_tokens)
             if is_booked:
@@ -163,6 +164,10 @@ class PullCalls(RequestApi):
                 if tokens > own_tokens
             ]
             return moves.cheapest(target, sources, prompt, cost, pressure(self.core), self.now())
+
+    def _in_blocks(self, worker_id: str, tokens: int) -> int:
+        """Of so many tokens those in whole blocks: engines hand over nothing else."""
+        return tokens - tokens % self._workers[worker_id].spec.block_size
 
     def _side(self, worker_id: str, matched_tokens: int) -> WorkerSide:
         from .price import WorkerSide

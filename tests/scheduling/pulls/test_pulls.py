@@ -316,6 +316,28 @@ def test_what_still_runs_at_its_worker_cannot_be_handed_over() -> None:
     assert found is not None and found.tokens == 999
 
 
+def test_what_is_known_of_a_source_counts_in_whole_blocks() -> None:
+    """Regression: a prompt that another prompt leaves inside a block was to be handed over up to there."""
+    scheduler = GlobalScheduler(
+        [WorkerSpec(name, kv_capacity_tokens=100_000, block_size=64) for name in "ab"],
+        policy="round_robin",
+        cost_model=COST,
+        config=SchedulerConfig(calibrate=False),
+        clock=ManualClock(),
+    )
+    for name in "ab":
+        scheduler.can_move_kv(name, "x", TOKEN_BYTES)
+    first = scheduler.schedule(PROMPT[:300], exclude=["b"])
+    scheduler.first_token(first, cached_tokens=0)
+    running = scheduler.schedule(PROMPT, exclude=["b"])
+    decision = scheduler.schedule(PROMPT, exclude=["a"])
+    found = scheduler.pull_for(decision, PROMPT)
+    assert found is not None and (found.source, found.tokens, found.moved_tokens) == ("a", 256, 256)
+    scheduler.first_token(running, cached_tokens=256)
+    found = scheduler.pull_for(decision, PROMPT)
+    assert found is not None and found.tokens == 960
+
+
 def test_without_workers_that_can_nothing_is_asked_and_nothing_shown() -> None:
     scheduler, _ = made()
     serve(scheduler, "a")
