@@ -2,7 +2,7 @@
 
     python -m benchmarks.scale.dynamo_replay [--workloads mooncake mooncake-synthetic loogle toolbench]
                                              [--workers 2 4 8] [--loads 0.3 0.9 1.2] [--seeds 0 1 2]
-                                             [--json FILE] [--peers-env .venv-peers]
+                                             [--json FILE] [--rows FILE ...] [--peers-env .venv-peers]
 
 The offline replay of `ai-dynamo-runtime` (`make peers` installs it) has engines, caches and times of its own, and two
 ways to route: round robin and its KV router. It takes no other rule. So Preble's are led through it from outside:
@@ -57,6 +57,7 @@ PROFILED_BATCHES = (1, 4, 16, 64)
 PROFILED_OUTPUT = 64
 ERROR_CHARACTERS = 2000
 FIGURES = ("mean_ttft", "p99_ttft", "mean_latency", "p99_latency")
+SHOWN = ("mean_ttft", "p99_ttft", "mean_latency")
 ITS_OWN = {"kv router": "kv_router", "its round robin": "round_robin"}
 OWN_RUNS = 5  # its router draws among equals, without a seed: the mean of so many stands for it
 LED = {"round_robin": "round_robin", "least_loaded": "least_loaded", "kv_cost": "kv_cost", "e2": "e2"}
@@ -318,21 +319,23 @@ def ratio(row: dict[str, Any], other: dict[str, Any], figure: str) -> str:
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> str:
-    """Seconds; and E2 over NVIDIA's router, and over its round robin."""
+    """E2 over NVIDIA's router, and over its round robin; and seconds."""
     by_cell: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
         by_cell.setdefault((row["workload"], row["workers"], row["load"]), {})[row["arm"]] = row
-    seconds, over = [], []
+    over, seconds = [], []
     for cell, found in by_cell.items():
-        where = [", ".join(map(str, cell))]
-        for arm, row in found.items():
-            seconds.append([*where, arm, *(f"{row[key]:.3g}" for key in FIGURES), f"{row['hit']:.2f}"])
+        where = ", ".join(map(str, cell))
         for arm in ("e2", UNKNOWN):
             compared = [ratio(found[arm], found["kv router"], figure) for figure in FIGURES]
-            over.append([*where, arm, *compared, ratio(found[arm], found["its round robin"], "mean_ttft")])
-    names = ["TTFT: mean", "p99", "latency: mean", "p99"]
-    first = markdown(["workload, workers, load", "", *names, "cached"], seconds)
-    return f"{markdown(['over the KV router', '', *names, 'mean TTFT over round robin'], over)}\n\n{first}"
+            hits = f"{found[arm]['hit']:.2f}, {found['kv router']['hit']:.2f}"
+            over.append([where, arm, *compared, hits, ratio(found[arm], found["its round robin"], "mean_ttft")])
+        shown = [" / ".join(f"{found[arm][key]:.3g}" for key in SHOWN) for arm in found]
+        seconds.append([where, *shown])
+    arms_of = next(iter(by_cell.values()))
+    names = ["TTFT: mean", "p99", "latency: mean", "p99", "cached, there", "mean TTFT over round robin"]
+    first = markdown(["over the KV router", "", *names], over)
+    return f"{first}\n\n{markdown(['mean TTFT / its p99 / mean latency, s', *arms_of], seconds)}"
 
 
 def main() -> None:
@@ -344,8 +347,12 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--share", type=float, default=1.0, help="of a workload's requests (%(default)s)")
     parser.add_argument("--json", type=Path, help="write the rows there, too")
+    parser.add_argument("--rows", nargs="+", type=Path, help="run nothing: print what such files have")
     parser.add_argument("--peers-env", type=Path, default=ROOT / ".venv-peers")
     args = parser.parse_args()
+    if args.rows:
+        sys.stdout.write(tables([row for file in args.rows for row in json.loads(file.read_text())]) + "\n")
+        return
     python = args.peers_env / "bin/python"
     if not python.exists():
         sys.stdout.write(f"left out: no environment {args.peers_env.name}; `make peers` installs it\n")
