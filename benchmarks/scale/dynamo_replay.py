@@ -315,7 +315,7 @@ def ratio(row: dict[str, Any], other: dict[str, Any], figure: str) -> str:
     """Geometric mean of the ratios by seed, and the standard error of their logarithms."""
     logs = [math.log(a / b) for a, b in zip(row[f"{figure}_by_seed"], other[f"{figure}_by_seed"], strict=True)]
     spread = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
-    return f"{math.exp(statistics.fmean(logs)):.2f} ± {spread:.2f}"
+    return f"{math.exp(statistics.fmean(logs)):.2f}±{spread:.2f}"
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> str:
@@ -333,8 +333,8 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
         shown = [" / ".join(f"{found[arm][key]:.3g}" for key in SHOWN) for arm in found]
         seconds.append([where, *shown])
     arms_of = next(iter(by_cell.values()))
-    names = ["TTFT: mean", "p99", "latency: mean", "p99", "cached, there", "mean TTFT over round robin"]
-    first = markdown(["over the KV router", "", *names], over)
+    names = ["TTFT: mean", "p99", "latency: mean", "p99", "cached, there", "mean TTFT, over round robin"]
+    first = markdown(["workload, workers, load", "over the KV router", *names], over)
     return f"{first}\n\n{markdown(['mean TTFT / its p99 / mean latency, s', *arms_of], seconds)}"
 
 
