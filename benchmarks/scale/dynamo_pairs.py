@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -25,8 +24,7 @@ from typing import Any
 import numpy as np
 
 import preble
-from benchmarks.common.paths import ROOT
-from benchmarks.common.tables import markdown, rounded
+from benchmarks.common.tables import markdown
 from benchmarks.paper.contest_cells import FLEET, SOURCES, local_config, warm_requests
 from benchmarks.scale.dynamo_replay import (
     MAX_RUNNING,
@@ -34,10 +32,12 @@ from benchmarks.scale.dynamo_replay import (
     Asked,
     Replay,
     Served,
+    add_options,
     asked_of,
     at_load,
     means,
     profiled,
+    rows_of,
     workload_of,
 )
 from benchmarks.scale.pairs import FIGURES, KV_TOKEN_BYTES, NO_PULLS, Arm, counted_figures
@@ -157,21 +157,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=[*SOURCES], default=["mooncake", "loogle"])
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--loads", nargs="+", type=float, default=[0.3, 0.9, 1.2])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--gbits", type=float, default=100.0)
-    parser.add_argument("--share", type=float, default=1.0, help="of a workload's requests (%(default)s)")
-    parser.add_argument("--json", type=Path, help="write the rows there, too")
-    parser.add_argument("--peers-env", type=Path, default=ROOT / ".venv-peers")
-    args = parser.parse_args()
-    python = args.peers_env / "bin/python"
-    if not python.exists():
-        sys.stdout.write(f"left out: no environment {args.peers_env.name}; `make peers` installs it\n")
-        return
-    rows = list(cells(args, python))
-    if args.json is not None:
-        args.json.write_text(json.dumps(rounded(rows), indent=1) + "\n")
-    sys.stdout.write(table(rows) + "\n")
+    add_options(parser)
+    rows = rows_of(cells, parser.parse_args())
+    if rows:
+        sys.stdout.write(table(rows) + "\n")
 
 
 if __name__ == "__main__":

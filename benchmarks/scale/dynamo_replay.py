@@ -32,7 +32,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,6 +63,7 @@ OWN_RUNS = 5  # its router draws among equals, without a seed: the mean of so ma
 LED = {"round_robin": "round_robin", "least_loaded": "least_loaded", "kv_cost": "kv_cost", "e2": "e2"}
 UNKNOWN = "e2, costs unknown"
 Tokens = npt.NDArray[np.int32]
+Rows = list[dict[str, Any]]
 
 
 class Served(NamedTuple):
@@ -338,29 +339,42 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
     return f"{first}\n\n{markdown(['mean TTFT / its p99 / mean latency, s', *arms_of], seconds)}"
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What a run in that simulator is asked for, but the workloads and workers."""
+    parser.add_argument("--loads", nargs="+", type=float, default=[0.3, 0.9, 1.2])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--share", type=float, default=1.0, help="of a workload's requests (%(default)s)")
+    parser.add_argument("--json", type=Path, help="write the rows there, too")
+    parser.add_argument("--peers-env", type=Path, default=ROOT / ".venv-peers")
+
+
+def rows_of(run: Callable[[argparse.Namespace, Path], Iterator[dict[str, Any]]], args: argparse.Namespace) -> Rows:
+    """What a run finds, written where it was asked to be; nothing, and a word about it, where that package is
+    missing."""
+    python = args.peers_env / "bin/python"
+    if not python.exists():
+        sys.stdout.write(f"left out: no environment {args.peers_env.name}; `make peers` installs it\n")
+        return []
+    rows = list(run(args, python))
+    if args.json is not None:
+        args.json.write_text(json.dumps(rounded(rows), indent=1) + "\n")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = ("mooncake", "mooncake-synthetic", "loogle", "toolbench")
     parser.add_argument("--workloads", nargs="+", choices=[*SOURCES], default=[*known])
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--loads", nargs="+", type=float, default=[0.3, 0.9, 1.2])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--share", type=float, default=1.0, help="of a workload's requests (%(default)s)")
-    parser.add_argument("--json", type=Path, help="write the rows there, too")
     parser.add_argument("--rows", nargs="+", type=Path, help="run nothing: print what such files have")
-    parser.add_argument("--peers-env", type=Path, default=ROOT / ".venv-peers")
+    add_options(parser)
     args = parser.parse_args()
     if args.rows:
-        sys.stdout.write(tables([row for file in args.rows for row in json.loads(file.read_text())]) + "\n")
-        return
-    python = args.peers_env / "bin/python"
-    if not python.exists():
-        sys.stdout.write(f"left out: no environment {args.peers_env.name}; `make peers` installs it\n")
-        return
-    rows = list(cells(args, python))
-    if args.json is not None:
-        args.json.write_text(json.dumps(rounded(rows), indent=1) + "\n")
-    sys.stdout.write(tables(rows) + "\n")
+        rows = [row for file in args.rows for row in json.loads(file.read_text())]
+    else:
+        rows = rows_of(cells, args)
+    if rows:
+        sys.stdout.write(tables(rows) + "\n")
 
 
 if __name__ == "__main__":

@@ -167,7 +167,8 @@ class PullCalls(RequestApi):
 
     def _in_blocks(self, worker_id: str, tokens: int) -> int:
         """Of so many tokens those in whole blocks: engines hand over nothing else."""
-        return tokens - tokens % self._workers[worker_id].spec.block_size
+        block_tokens: int = self._workers[worker_id].spec.block_size
+        return tokens - tokens % block_tokens
 
     def _side(self, worker_id: str, matched_tokens: int) -> WorkerSide:
         from .price import WorkerSide
