@@ -369,10 +369,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=Path, help="run nothing: print what such files have")
     add_options(parser)
     args = parser.parse_args()
-    if args.rows:
-        rows = [row for file in args.rows for row in json.loads(file.read_text())]
-    else:
-        rows = rows_of(cells, args)
+    rows = [row for file in args.rows for row in json.loads(file.read_text())] if args.rows else rows_of(cells, args)
     if rows:
         sys.stdout.write(tables(rows) + "\n")
 
