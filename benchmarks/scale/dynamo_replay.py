@@ -2,7 +2,8 @@
 
     python -m benchmarks.scale.dynamo_replay [--workloads mooncake mooncake-synthetic loogle toolbench]
                                              [--workers 2 4 8] [--loads 0.3 0.9 1.2] [--seeds 0 1 2]
-                                             [--json FILE] [--rows FILE ...] [--peers-env .venv-peers]
+                                             [--host-times 0] [--json FILE] [--rows FILE ...]
+                                             [--peers-env .venv-peers]
 
 The offline replay of `ai-dynamo-runtime` (`make peers` installs it) has engines, caches and times of its own, and two
 ways to route: round robin and its KV router. It takes no other rule. So Preble's are led through it from outside:
@@ -44,7 +45,7 @@ import preble
 from benchmarks.common.paths import ROOT
 from benchmarks.common.tables import markdown, rounded
 from benchmarks.paper.contest_cells import FLEET, SOURCES, requests_of, warm_requests
-from benchmarks.scale.kv_links import several
+from benchmarks.scale.kv_links import KV_TOKEN_BYTES, several
 from preble.clock import ManualClock
 from preble.workloads import Workload, arrival_times, poisson
 
@@ -98,8 +99,10 @@ class Asked:
 class Replay:
     """The simulator, in a process of the environment that has it; a context manager."""
 
-    def __init__(self, python: Path, asked: Asked) -> None:
+    def __init__(self, python: Path, asked: Asked, host_times: float = 0.0) -> None:
         self._asked = asked
+        self.host_tokens = int(host_times * FLEET.kv_tokens)  # of host memory behind each engine's
+        self._engine = ENGINE if not self.host_tokens else ENGINE | with_host_memory(self.host_tokens)
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             requests = folder / "requests.jsonl"
@@ -140,7 +143,7 @@ class Replay:
         options = {"trace_block_size": BLOCK_TOKENS} | (
             options if "prefill_engine_args" in options else ALIKE | options
         )
-        self._process.stdin.write(json.dumps({"requests": requests, "engine": ENGINE, "options": options}) + "\n")
+        self._process.stdin.write(json.dumps({"requests": requests, "engine": self._engine, "options": options}) + "\n")
         self._process.stdin.flush()
         return self._line()
 
@@ -167,7 +170,15 @@ class Led:
         self._asked = asked
         self._clock = ManualClock(0.0)
         specs = [
-            preble.WorkerSpec(str(i), FLEET.kv_tokens, BLOCK_TOKENS, cost, MAX_RUNNING, None) for i in range(workers)
+            preble.WorkerSpec(
+                str(i),
+                FLEET.kv_tokens,
+                BLOCK_TOKENS,
+                cost,
+                MAX_RUNNING,
+                below_capacity_tokens=replay.host_tokens,
+            )
+            for i in range(workers)
         ]
         self._scheduler = preble.GlobalScheduler(specs, policy=policy, clock=self._clock)
         self._placed: list[list[int]] = [[] for _ in range(workers)]
@@ -222,6 +233,14 @@ class Led:
             self._ticked += 1
             self._clock.set(float(self._ticked))
             self._scheduler.tick()
+
+
+def with_host_memory(tokens: int) -> dict[str, Any]:
+    """What an engine is given for room in host memory; how fast that is, is that package's default."""
+    return {
+        "native_host_offload": {"num_host_blocks": tokens // BLOCK_TOKENS},
+        "kv_cache_bytes_per_token": KV_TOKEN_BYTES,
+    }
 
 
 def profiled(python: Path) -> preble.CostModel:
@@ -300,10 +319,10 @@ def cells(args: argparse.Namespace, python: Path) -> Iterator[dict[str, Any]]:
         for load in args.loads:
             found: dict[str, list[dict[str, float]]] = {}
             for asked in made:
-                with Replay(python, asked) as replay:
+                with Replay(python, asked, args.host_times) as replay:
                     rps = replay.backlog_rps(workers)
                 at = at_load(asked, rps, load)
-                with Replay(python, at) as replay:
+                with Replay(python, at, args.host_times) as replay:
                     for arm, figures in arms(replay, at, workers, cost):
                         found.setdefault(arm, []).append(figures)
             for arm, runs in found.items():
@@ -366,6 +385,7 @@ def main() -> None:
     known = ("mooncake", "mooncake-synthetic", "loogle", "toolbench")
     parser.add_argument("--workloads", nargs="+", choices=[*SOURCES], default=[*known])
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--host-times", type=float, default=0.0, help="host memory, in GPU memories (%(default)s)")
     parser.add_argument("--rows", nargs="+", type=Path, help="run nothing: print what such files have")
     add_options(parser)
     args = parser.parse_args()

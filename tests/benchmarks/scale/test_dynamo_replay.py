@@ -25,6 +25,7 @@ class OneByOne:
     def __init__(self, asked: Asked, *, forgetful: bool = False) -> None:
         self._asked = asked
         self._forgetful = forgetful
+        self.host_tokens = 0
         self.asked_for: list[list[int]] = []
 
     def run(self, numbers: Sequence[int], **options: Any) -> list[Served]:
@@ -140,3 +141,17 @@ def test_round_robin_led_is_that_simulator_s_own() -> None:
         assert one.ttft_seconds == pytest.approx(other.ttft_seconds, abs=1e-9)
         assert one.latency_seconds == pytest.approx(other.latency_seconds, abs=1e-9)
         assert (one.cached_tokens, one.worker) == (other.cached_tokens, other.worker)
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="`make peers` installs that simulator")
+def test_there_what_leaves_the_gpu_s_memory_is_found_in_host_memory() -> None:
+    """Three documents of which two and a half fit, in turn: host memory keeps what leaves."""
+    length = int(0.4 * dynamo_replay.FLEET.kv_tokens)
+    documents = [np.arange(10**6 * n, 10**6 * n + length, dtype=np.int32) for n in range(3)]
+    found = Asked([documents[n % 3] for n in range(9)], [4] * 9, np.arange(9.0) * 60)
+    hits = []
+    for times in (0.0, 4.0):
+        with Replay(PYTHON, found, times) as replay:
+            assert replay.host_tokens == int(times * dynamo_replay.FLEET.kv_tokens)
+            hits.append(sum(one.cached_tokens for one in Led(replay, found, 1, "e2", None).run()))
+    assert hits[0] < 0.6 * hits[1] and hits[1] > 5.9 * length
