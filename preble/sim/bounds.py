@@ -50,6 +50,10 @@ Pairs. Where one worker prefills a request and another decodes it, its owned pro
 worker, before its first token, and it is worked on by one worker at a time: all of this holds. Where only some workers
 prefill, their number bounds times to first token, for they alone do that work: `ttft` of `lower_bounds` with as many.
 
+Pulls, and host memory. What a request takes over from another worker, or loads, somebody has computed before, after the
+release of whom it is owned by; the time of that is added, never taken off. So all of this holds, and such a fleet may
+come closer than one that computes again.
+
 Warm-up. Where the first requests by release only warm the caches, they own tokens, and their jobs are left out, which
 takes work from the machine and none from the counted: the bounds are those of the counted requests' figures. A token
 that a counted request owns is held by nobody who is not counted, so it is missed by one who is.

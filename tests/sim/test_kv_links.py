@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from preble import CostModel
+from preble import CostModel, WorkerSpec
 from preble.errors import InvalidConfig
 from preble.sim import KvLink, SimConfig, Simulation, WorkerDeath, simulate
+from preble.sim.bounds import lower_bounds
 from preble.workloads import PromptRequest, Workload, generate, poisson
 
 # 1 ms a token, 10 ms an iteration at least.
@@ -141,3 +142,24 @@ def test_a_wrong_link_is_named(field: str) -> None:
         KvLink(**{field: -1})
     with pytest.raises(InvalidConfig, match="kv_link"):
         SimConfig(kv_link="fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("host_tokens", [0, 200_000])
+def test_the_bounds_hold_for_pulls_and_host_memory(seed: int, host_tokens: int) -> None:
+    """Links and loads that take next to no time: whoever asks for a prefix first computes it, and nobody else."""
+    made = poisson(generate("loogle", requests=40, groups=8, seed=seed), rps=2.0, seed=seed)
+    free = KvLink(latency_seconds=0.0, bytes_per_second=1e14, copy_byte_seconds=0.0, least_tokens=0)
+    specs = tuple(WorkerSpec(name, kv_capacity_tokens=60_000) for name in "abc")
+    tiers: dict[str, Any] = {"host_tokens": host_tokens, "host_token_seconds": 1e-9}
+    found = simulate(made, SimConfig(workers=specs, policy="round_robin", kv_link=free, **tiers))
+    assert found.scheduler_stats["pulls"]["moved_tokens"] > 0
+    accounts: Any = found.scheduler_stats["workers"]
+    assert any(one["host_loaded_tokens"] for one in accounts.values()) == bool(host_tokens)
+    budget = SimConfig().local.token_budget
+    least = lower_bounds(made.requests, CostModel.preset("mistral-7b/a6000"), 3, budget)
+    assert found.ttft_seconds.mean() >= least.mean_ttft_seconds
+    assert np.percentile(found.ttft_seconds, 99) >= least.p99_ttft_seconds
+    assert found.latency_seconds.mean() >= least.mean_latency_seconds
+    assert np.percentile(found.latency_seconds, 99) >= least.p99_latency_seconds
+    assert found.cached_tokens.sum() <= least.hit_fraction_ceiling * sum(one.prompt_tokens for one in made.requests)
