@@ -63,10 +63,10 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         )
         try:
             output, errors = process.communicate(timeout=timeout_seconds)
-        except BaseException as error:
+        except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             output, errors = process.communicate()
-            error.add_note(f"it had written:\n{output}\n{errors}")
+            sys.stderr.write(f"it had written:\n{output}\n{errors}\n")
             raise
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 

@@ -15,10 +15,7 @@ import json
 import os
 import sys
 import tempfile
-from importlib.metadata import version
 from typing import Any
-
-PACKAGE = "ai-dynamo-runtime"
 
 
 def answer(lines: list[str], question: dict[str, Any]) -> dict[str, Any]:
@@ -49,8 +46,6 @@ def main() -> None:
     os.environ.setdefault("DYN_LOG", "off")
     with open(sys.argv[1]) as file:
         lines = file.readlines()
-    sys.stdout.write(json.dumps({"package": f"{PACKAGE} {version(PACKAGE)}"}) + "\n")
-    sys.stdout.flush()
     for question in sys.stdin:
         sys.stdout.write(json.dumps(answer(lines, json.loads(question))) + "\n")
         sys.stdout.flush()

@@ -40,10 +40,10 @@ from benchmarks.scale.dynamo_replay import (
     rows_of,
     workload_of,
 )
-from benchmarks.scale.pairs import FIGURES, KV_TOKEN_BYTES, NO_PULLS, Arm, counted_figures
+from benchmarks.scale.pairs import FIGURES, KV_TOKEN_BYTES, NO_PULLS, Arm, counted_figures, summed_up
 from preble import sim
 from preble.types import DECODE
-from preble.workloads import Workload, traced
+from preble.workloads import Workload, arrival_times, traced
 
 TOKEN_BUDGET = 8192  # that package's default
 THEIRS = "NVIDIA's"
@@ -82,10 +82,7 @@ def figures_of(served: Sequence[Served], asked: Asked) -> dict[str, float]:
     ttft, latency = (np.array([one[i] for one in served[warm:]]) for i in (0, 1))
     output = np.array(asked.output_tokens[warm:])
     tpot = ((latency - ttft) / np.maximum(output - 1, 1))[output > 1]
-    found: dict[str, float] = {}
-    for what, values in (("ttft", ttft), ("latency", latency), ("tpot", tpot)):
-        found[f"mean_{what}"], found[f"p99_{what}"] = float(np.mean(values)), float(np.percentile(values, 99))
-    return found
+    return summed_up(ttft, latency, tpot)
 
 
 def ours(made: Workload, arm: Arm, workers: int, seed: int, gbits: float, cost: preble.CostModel) -> dict[str, float]:
@@ -127,7 +124,7 @@ def cells(args: argparse.Namespace, python: Path) -> Iterator[dict[str, Any]]:
 
 def in_order(made: Workload, asked: Asked) -> Workload:
     """A workload's requests at the times of `asked`, which has them in the order of their arrival."""
-    order = np.argsort(np.array([one.arrival_seconds for one in made.requests]), kind="stable")
+    order = np.argsort(np.asarray(arrival_times(made)), kind="stable")
     ordered = replace(made, requests=[made.requests[i] for i in order])
     return traced(ordered, asked.arrival_seconds)
 

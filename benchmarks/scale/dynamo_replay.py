@@ -12,7 +12,7 @@ ways to route: round robin and its KV router. It takes no other rule. So Preble'
                  placed there before k -> `schedule` -> that worker's replay again, now with k
 
 What comes after a moment changes nothing before it, which is checked; so this is what the simulator would do if it
-asked Preble, and round robin led so is its own round robin, to the last digit (`--check`). E2 gets what a router gets
+asked Preble, and round robin led so is its own round robin, to the last digit. E2 gets what a router gets
 of servers without KV events: first tokens with their cached tokens, and ends. Its costs are measured before, one prompt
 at a time, as `preble profile` does; "e2, costs unknown" is given none.
 
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import heapq
 import itertools
 import json
 import math
@@ -61,7 +60,7 @@ FIGURES = ("mean_ttft", "p99_ttft", "mean_latency", "p99_latency")
 SHOWN = ("mean_ttft", "p99_ttft", "mean_latency")
 ITS_OWN = {"kv router": "kv_router", "its round robin": "round_robin"}
 OWN_RUNS = 5  # its router draws among equals, without a seed: the mean of so many stands for it
-LED = {"round_robin": "round_robin", "least_loaded": "least_loaded", "kv_cost": "kv_cost", "e2": "e2"}
+LED = ("round_robin", "least_loaded", "kv_cost", "e2")
 UNKNOWN = "e2, costs unknown"
 Tokens = npt.NDArray[np.int32]
 Rows = list[dict[str, Any]]
@@ -118,7 +117,6 @@ class Replay:
             )
             stack.callback(self._process.communicate)
             stack.callback(self._process.kill)
-            self.package = str(self._line()["package"])
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Replay:
@@ -216,9 +214,9 @@ class Led:
         for number in self._served:
             done = self._seen.setdefault(number, [])
             events += [(time, number, kind) for kind, time in enumerate(self._times(number)) if kind >= len(done)]
-        heapq.heapify(events)
-        while events and events[0][0] <= now:
-            time, number, kind = heapq.heappop(events)
+        for time, number, kind in sorted(events):
+            if time > now:
+                break
             self._tick(time)
             self._clock.set(time)
             self._seen[number].append(time)
@@ -301,8 +299,8 @@ def arms(replay: Replay, asked: Asked, workers: int, cost: preble.CostModel) -> 
     for name, mode in ITS_OWN.items():
         runs = [replay.run(numbers, num_workers=workers, router_mode=mode) for _ in range(OWN_RUNS)]
         yield name, means([figures_of(served, asked) for served in runs])
-    for name, policy in LED.items():
-        yield name, figures_of(Led(replay, asked, workers, policy, cost).run(), asked)
+    for policy in LED:
+        yield policy, figures_of(Led(replay, asked, workers, policy, cost).run(), asked)
     yield UNKNOWN, figures_of(Led(replay, asked, workers, "e2", None).run(), asked)
 
 
@@ -312,7 +310,7 @@ def means(runs: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def cells(args: argparse.Namespace, python: Path) -> Iterator[dict[str, Any]]:
-    """A row for each workload, fleet, load and rule: means over the seeds, and TTFT by seed."""
+    """A row for each workload, fleet, load and rule: means over the seeds, and figures by seed."""
     cost = profiled(python)
     for name, workers in itertools.product(args.workloads, args.workers):
         made = [asked_of(workload_of(name, seed, workers, args.share)) for seed in args.seeds]

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.paper.agents_cells import (
     CROWD,
@@ -42,6 +43,7 @@ from preble.workloads import Workload, sessions_at_once
 
 KV_TOKEN_BYTES = 131_072
 NO_PULLS = 2**31 - 1
+Floats = npt.NDArray[np.float64]
 FIGURES = ("mean_ttft", "p99_ttft", "mean_latency", "p99_latency", "mean_tpot", "p99_tpot")
 
 
@@ -143,15 +145,21 @@ def counted_figures(result: sim.Result, workload: Workload, agents: bool) -> dic
     latency = np.where(np.isnan(result.latency_seconds), open_for, result.latency_seconds)[counted]
     done = counted & ~np.isnan(result.latency_seconds) & (result.output_tokens > 1)
     tpot = ((result.latency_seconds - result.ttft_seconds) / np.maximum(result.output_tokens - 1, 1))[done]
-    found: dict[str, float] = {}
-    for what, values in (("ttft", ttft), ("latency", latency), ("tpot", tpot)):
-        found[f"mean_{what}"], found[f"p99_{what}"] = float(np.mean(values)), float(np.percentile(values, 99))
+    found = summed_up(ttft, latency, tpot)
     pairs: Any = result.scheduler_stats["policy_state"].get("pairs", {})
     found["separated"] = pairs.get("separated", 0) / max(pairs.get("placed", 0), 1)
     handed_over = (result.second_token_seconds - result.first_token_seconds)[counted]
     handed_over = handed_over[~np.isnan(handed_over)]
     found["mean_handover"] = float(np.mean(handed_over)) if len(handed_over) else 0.0
     found["turns"] = float((result.outcome == sim.results.FINISHED).sum())
+    return found
+
+
+def summed_up(ttft: Floats, latency: Floats, tpot: Floats) -> dict[str, float]:
+    """Mean and 99th percentile of each: `FIGURES`."""
+    found: dict[str, float] = {}
+    for what, values in (("ttft", ttft), ("latency", latency), ("tpot", tpot)):
+        found[f"mean_{what}"], found[f"p99_{what}"] = float(np.mean(values)), float(np.percentile(values, 99))
     return found
 
 

@@ -25,7 +25,7 @@ import zmq
 from tests.support.paths import ROOT
 from tests.support.transport import HANG_SECONDS, WorkerProcess
 
-ANSWER_SECONDS = 4 * HANG_SECONDS  # more than `load.py` waits for anything
+ANSWER_SECONDS = 4 * HANG_SECONDS  # longer than `load.py` waits for any one thing
 STACKS_SECONDS = 1.0  # for a process to write its stacks
 PROXY_HOST = "127.0.0.2"  # the proxy has the ports of its worker on another loopback address
 

@@ -3,14 +3,11 @@ needs the peers' environment (`make peers`)."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from benchmarks.common.paths import ROOT
 from benchmarks.paper.contest_cells import FLEET
-from benchmarks.scale import dynamo_pairs
 from benchmarks.scale.dynamo_pairs import OUR_ARMS, OURS, THEIRS, figures_of, in_order, ours, table, theirs
 from benchmarks.scale.dynamo_replay import Replay, Served, asked_of, at_load, workload_of
 from benchmarks.scale.pairs import FIGURES
@@ -56,14 +53,6 @@ def test_each_simulator_is_compared_with_itself() -> None:
     ]
     lines = table(rows).splitlines()[2:]
     assert [line.split("|")[-3].strip() for line in lines] == ["1.00", "2.50", "1.00", "3.00"]
-
-
-def test_without_the_peers_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["dynamo_pairs", "--peers-env", str(tmp_path / "none")])
-    dynamo_pairs.main()
-    assert capsys.readouterr().out == "left out: no environment none; `make peers` installs it\n"
 
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="`make peers` installs that simulator")

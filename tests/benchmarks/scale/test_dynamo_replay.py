@@ -4,7 +4,7 @@ and round robin led so is that simulator's own. The last needs the peers' enviro
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.common.paths import ROOT
-from benchmarks.scale import dynamo_replay
+from benchmarks.scale import dynamo_pairs, dynamo_replay
 from benchmarks.scale.dynamo_replay import BLOCK_TOKENS, Asked, Led, Replay, Served, at_load, figures_of, ratio, tables
 
 PYTHON = ROOT / ".venv-peers" / "bin" / "python"
@@ -122,11 +122,15 @@ def test_tables_compare_seed_by_seed() -> None:
     assert len(over) == 2 and seconds == ["| loogle, 4, 0.9 | 3 / 3 / 3 | 6 / 6 / 6 | 1.5 / 1.5 / 1.5 | 2 / 2 / 2 |"]
 
 
+@pytest.mark.parametrize("command", [dynamo_replay.main, dynamo_pairs.main])
 def test_without_the_peers_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["dynamo_replay", "--peers-env", str(tmp_path / "none")])
-    dynamo_replay.main()
+    monkeypatch.setattr("sys.argv", ["it", "--peers-env", str(tmp_path / "none")])
+    command()
     assert capsys.readouterr().out == "left out: no environment none; `make peers` installs it\n"
 
 

@@ -11,17 +11,8 @@ import pytest
 from benchmarks.scale import second_pairs
 from benchmarks.scale.second_pairs import Arm, PairFleet, rule_of
 from preble.types import DECODE
-from tests.support.paths import SHARED
 
-FOLDER = SHARED / "contest"
-pytestmark = pytest.mark.skipif(not (FOLDER / "simulator.py").exists(), reason="the second simulator is not here")
 BYTES_PER_SECOND = 1.25e10
-
-
-@pytest.fixture(scope="module")
-def modules() -> tuple[Any, Any]:
-    """The simulator and its cases."""
-    return second_pairs.second_simulator(FOLDER)
 
 
 def run(second: Any, requests: list[Any], arm: Arm, workers: int, blocks: int = 0) -> PairFleet:

@@ -10,20 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.scale import second_pairs
 from benchmarks.scale.second_pairs import Places
 from benchmarks.scale.second_pulls import ALL_ARMS, NEVER, Arm, PullFleet, Pulling, rule_of
-from tests.support.paths import SHARED
 
-FOLDER = SHARED / "contest"
-pytestmark = pytest.mark.skipif(not (FOLDER / "simulator.py").exists(), reason="the second simulator is not here")
 BYTES_PER_SECOND = 1.25e10
-
-
-@pytest.fixture(scope="module")
-def modules() -> tuple[Any, Any]:
-    """The simulator and its cases."""
-    return second_pairs.second_simulator(FOLDER)
 
 
 class OneEach(Pulling):
