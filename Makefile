@@ -17,7 +17,7 @@
 #   make test-ray   the router inside a real Ray cluster, in .venv-ray (600 MB; 3 minutes the first time)
 #   make bench-ray  Preble's router against Ray Serve's own (40 minutes); writes its section of docs/results.md
 #   make build   the compiled core, in place
-#   make bench   every benchmark and its peers, three times (half an hour); writes docs/benchmarks.md's tables and the README's
+#   make bench   every benchmark and its peers, three times (a quarter to half an hour); writes docs/benchmarks.md's tables and the README's
 #   make paper        the paper's evaluation in simulation, and the contest (one to two hours): docs/results.md and its figures
 #   make agents       its page on agents and tenants alone (15 CPU minutes): docs/agents.md
 #   make paper-quick  the same with a tenth of the requests (4 minutes), into build/paper-quick
