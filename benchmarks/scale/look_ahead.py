@@ -1,12 +1,15 @@
 """What it brings that requests wait before a server until its engine has little left to prefill.
 
-    python -m benchmarks.scale.look_ahead [--seeds 20]         a table for docs/experiments/look-ahead.md
+    python -m benchmarks.scale.look_ahead [--seeds 20] [--unseen]      a table for docs/experiments/look-ahead.md
 
 The product's queue (`preble.router.server_queue`) stands before a model of an engine that serves what it has in the
 order in which it came, as SGLang does by default (prefills first, several prompts in a batch, whose first tokens all
 come at its end) or as vLLM does (every iteration decodes, and prefills as many tokens as are left of its budget). The
 same requests at the same times come with and without the queue, to servers that are chosen by round robin, by least
 load or by a fixed partition of the documents. What is sent takes a millisecond each way.
+
+Of a part of the requests no first token is seen, as of answers that are not streamed (`seen` is the share of the
+others); such a request leaves the queue with its end.
 
 A row says how many times as long the first token, the slowest hundredth of them, and the whole answer take as with
 everything sent at once (geometric mean over seeds). Rates are parts of what one engine can serve of such requests one
@@ -87,6 +90,7 @@ class Asked:
     prefix: int
     question: int
     left: int  # tokens to decode
+    streamed: bool = True
     worker: int = 0
     missed: int = -1  # yet to be computed; -1: it is not prefilled yet
     cached: int = 0
@@ -177,6 +181,12 @@ class Case:
     place: str = "partition"
     costs: float = 1.0
     learned_seconds: float = math.inf  # when costs are known
+    streamed: float = 1.0  # the share of the requests whose first token is seen
+
+
+def _part(number: int) -> float:
+    """A number of a request, evenly spread over 0 to 1."""
+    return number * 0.6180339887498949 % 1.0
 
 
 class Run:
@@ -227,6 +237,7 @@ class Run:
         else:
             one.worker = one.document % workers
         self._live[one.worker] += 1
+        one.streamed = _part(one.number) < self._case.streamed
         known, block = self._known[one.worker], self._kind.block
         alike = one.prefix if one.document in known else HEAD_TOKENS if known else 0
         cached = alike // block * block
@@ -242,7 +253,7 @@ class Run:
             self._at(HOP_SECONDS, lambda: (engine.take(one), self._wake(one.worker)))
 
         self._queues[one.worker].enter(
-            QueuedRequest(name, prompt, cached, expected, one.arrived, is_batch=False, is_streamed=True, go=go)
+            QueuedRequest(name, prompt, cached, expected, one.arrived, is_batch=False, is_streamed=one.streamed, go=go)
         )
 
     def _wake(self, worker: int) -> None:
@@ -258,9 +269,11 @@ class Run:
             self._idle[worker] = True
             for one in first:
                 one.first = self.clock()
-                self._at(HOP_SECONDS, lambda one=one: self._queues[worker].leave(str(one.number), has_begun=True))
+                if one.streamed:
+                    self._at(HOP_SECONDS, lambda one=one: self._queues[worker].leave(str(one.number), has_begun=True))
             for one in ended:
                 one.ended = self.clock()
+                self._at(HOP_SECONDS, lambda one=one: self._queues[worker].leave(str(one.number)))
                 self._live[worker] -= 1
             self._wake(worker)
 
@@ -294,6 +307,14 @@ def cases() -> list[Case]:
     return found
 
 
+def unseen_cases() -> list[Case]:
+    """Rows in which few first tokens are seen, or none."""
+    before = [Case(CPU, LIVE, 0.8), Case(CORE, LIVE, 0.8), Case(GPU, LONG, 0.8), Case(MIXED, LONG, 0.8)]
+    before += [Case(MIXED, LONG, 0.3), Case(GPU, SHORT, 2.0, place="least load")]
+    changes = [(seen, costs) for seen in (0.0, 0.1, 0.5) for costs in (1.0, 10.0)]
+    return [replace(case, streamed=seen, costs=costs) for case in before for seen, costs in changes]
+
+
 def row(case: Case, seeds: int) -> list[str]:
     """A line of the table."""
     pairs = [(measured(case, None, seed), measured(case, LOOK_AHEAD_SECONDS, seed)) for seed in range(seeds)]
@@ -301,6 +322,7 @@ def row(case: Case, seeds: int) -> list[str]:
     ratios = np.exp(np.log(after / before).mean(axis=0))
     costs = f"{case.costs:g}" + (f" for {case.learned_seconds:g} s" if math.isfinite(case.learned_seconds) else "")
     where = [case.kind.name, case.traffic.name, f"{case.load:g}", str(case.workers), case.place, costs]
+    where.append(f"{case.streamed:g}")
     return [*where, f"{before[:, 0].mean():.3f}", *(f"{ratio:.2f}" for ratio in ratios)]
 
 
@@ -308,10 +330,11 @@ def main(argv: list[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20, help="runs of each row (%(default)s)")
+    parser.add_argument("--unseen", action="store_true", help="rows in which few first tokens are seen")
     args = parser.parse_args(argv)
-    names = ["engine", "traffic", "load", "workers", "placed by", "costs", "mean TTFT at once, s"]
+    names = ["engine", "traffic", "load", "workers", "placed by", "costs", "seen", "mean TTFT at once, s"]
     names += ["mean TTFT, times", "p99 TTFT, times", "mean latency, times"]
-    print(markdown(names, [row(case, args.seeds) for case in cases()]))
+    print(markdown(names, [row(case, args.seeds) for case in (unseen_cases() if args.unseen else cases())]))
 
 
 if __name__ == "__main__":

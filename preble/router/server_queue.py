@@ -144,10 +144,15 @@ class ServerQueue:
             self._waiting = sorted(((one.rank(pace), one) for _, one in self._waiting), key=_rank)
 
     def _next_place(self) -> int | None:
-        """Of the first in the order that need not wait for another, if there is room for it."""
+        """Of the first in the order that need not wait for another, if there is room for it, or of one that needs
+        none."""
+        is_full = False
         for place, (_, request) in enumerate(self._waiting):
-            if request.may_go:
-                return place if self._ahead.has_room(request.seconds) else None
+            if not request.may_go or (is_full and (request.is_streamed or not self._ahead.is_blind)):
+                continue
+            if self._ahead.has_room(request.seconds, is_streamed=request.is_streamed):
+                return place
+            is_full = True
         return None
 
     def _set_timer(self, at: float, now: float) -> None:

@@ -14,13 +14,19 @@ anything has been learned an engine may be ten times as slow as was thought, and
 
 A request that does not begin counts until `OVERDUE_TIMES` what all of them were expected to take, `OVERDUE_SECONDS` at
 least: what delays it (a picture is fetched, a grammar compiled) does not keep the engine busy. When it begins after
-all, the pace is measured, as at most `PACE_MAX`: a slow engine's first requests are overdue all. One that is not
-streamed shows no first token; it counts for as long as expected, and says nothing of the pace.
+all, the pace is measured, as at most `PACE_MAX`: a slow engine's first requests are overdue all.
+
+An answer that is not streamed shows no first token, and its end says little of when its prefill was over. It counts for
+as long as it and all before it are expected to take, or until the first token of one that was sent later: the engine
+serves them in order. Where no first tokens come (`SIGHT_REQUESTS` at first, then one among `UNSEEN_MAX` such requests)
+nobody corrects what prefills are thought to take, so they are all sent at once: held back by it, they would be answered
+as slowly as was thought.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from typing import NamedTuple
 
@@ -35,6 +41,8 @@ OVERDUE_SECONDS = 1.0
 PACE_SECONDS = 4.0  # of work, in which what was measured of the pace counts half
 PACE_PRIOR_SECONDS = 0.1  # of work as expected, which stand beside what was measured
 PACE_MAX = 32.0
+SIGHT_REQUESTS = 4  # as many as a cost model is corrected by
+UNSEEN_MAX = 64
 TWICE_SECONDS = 0.03  # of work done twice, from which on a request waits instead: about a step of decoding
 EARLY_SECONDS = 1e-9  # by so much a timer may ring before its time
 
@@ -59,6 +67,8 @@ class LookAhead:
         self._overdue: dict[str, float] = {}  # sent, not begun, and counted no more: what was expected
         self._total_seconds = 0.0
         self._worked_seconds = self._expected_seconds = PACE_PRIOR_SECONDS
+        self._begun = 0  # first tokens that came
+        self._unseen = 0  # requests that show none and were sent since the last one that came
         self._worked_until = -math.inf  # what was sent and had not begun has been measured until then
 
     def __len__(self) -> int:
@@ -68,10 +78,15 @@ class LookAhead:
     def __contains__(self, name: str) -> bool:
         return name in self._sent
 
-    def has_room(self, seconds: float) -> bool:
+    @property
+    def is_blind(self) -> bool:
+        """Whether too few first tokens come to say how long prefills take."""
+        return self._begun < SIGHT_REQUESTS or self._unseen >= UNSEEN_MAX
+
+    def has_room(self, seconds: float, *, is_streamed: bool = True) -> bool:
         """Whether one more, with a prefill of so many seconds, may be sent."""
         lanes = self._lanes
-        if len(self._sent) < self.requests * lanes:
+        if len(self._sent) < self.requests * lanes or (self.is_blind and not is_streamed):
             return True
         longest = math.fsum(heapq.nlargest(lanes, (one.seconds for one in self._sent.values())))
         return self.pace * (self._total_seconds - longest + seconds) <= self.seconds * lanes
@@ -87,9 +102,11 @@ class LookAhead:
         if not self._sent and not self._overdue:
             self._worked_until = now
         self._total_seconds += seconds
-        patience = self.pace * self._total_seconds
         if is_streamed:
-            patience = max(OVERDUE_TIMES * patience, OVERDUE_SECONDS)
+            patience = max(OVERDUE_TIMES * self.pace * self._total_seconds, OVERDUE_SECONDS)
+        else:
+            patience = self.pace * (seconds if self.is_blind else self._total_seconds)
+            self._unseen += 1
         self._sent[name] = _SentRequest(seconds, now + patience, is_streamed)
 
     def begin(self, name: str, now: float) -> bool:
@@ -98,6 +115,10 @@ class LookAhead:
         expected = self._overdue.get(name) if sent is None else sent.seconds
         if expected is None or (sent is not None and not sent.is_streamed):
             return self.remove(name)
+        self._begun += 1
+        self._unseen = 0
+        if sent is not None:
+            expected += self._begin_before(name, now)
         worked = min(len(self._sent) + len(self._overdue), self._lanes) * max(now - self._worked_until, 0.0)
         most = PACE_MAX * (self._total_seconds + math.fsum(self._overdue.values()))
         self._worked_seconds += min(worked, most)
@@ -106,6 +127,16 @@ class LookAhead:
         if self._worked_seconds > PACE_SECONDS:
             self._worked_seconds, self._expected_seconds = self._worked_seconds / 2.0, self._expected_seconds / 2.0
         return self.remove(name)
+
+    def _begin_before(self, name: str, now: float) -> float:
+        """Those that were sent before it and show no first token do not count any more; what they were expected to
+        take."""
+        expected = 0.0
+        for other, one in itertools.takewhile(lambda item: item[0] != name, self._sent.items()):
+            if not one.is_streamed and one.until > now:
+                self._sent[other] = one._replace(until=now)
+                expected += one.seconds
+        return expected
 
     def remove(self, name: str) -> bool:
         """It is over; False if it does not count."""

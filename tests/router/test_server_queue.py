@@ -21,7 +21,9 @@ from preble.transport.look_ahead import (
     PACE_MAX,
     PACE_PRIOR_SECONDS,
     PACE_SECONDS,
+    SIGHT_REQUESTS,
     TWICE_SECONDS,
+    UNSEEN_MAX,
     LookAhead,
     computes_twice,
     twice_share,
@@ -246,14 +248,101 @@ def test_a_short_one_is_given_a_second_to_begin() -> None:
     assert door.sent == ["stuck", "next"]
 
 
+def see(door: Door) -> None:
+    """As many first tokens come, as soon as expected, as it takes to know how long prefills take."""
+    for number in range(SIGHT_REQUESTS):
+        door.enter(f"seen {number}", 0.01)
+        door.timers.pass_by(0.01)
+        door.leave(f"seen {number}", has_begun=True)
+    door.sent.clear()
+
+
 def test_one_whose_first_token_nobody_sees_counts_as_long_as_expected() -> None:
     door = Door()
+    see(door)
     door.enter("whole", 1.0, is_streamed=False)
     door.enter("next", 1.0)
     door.timers.pass_by(0.9)
     assert door.sent == ["whole"]
     door.timers.pass_by(0.2)
     assert door.sent == ["whole", "next"]
+
+
+def test_answers_that_show_no_first_token_are_not_held_back_by_what_nobody_measured() -> None:
+    """A preset's costs were ten times those of two fast servers: with whole answers alone nothing ever corrected them,
+    and the gateway let through 40 of 200 requests a second."""
+    door = Door()
+    names = [str(number) for number in range(50)]
+    for name in names:
+        door.enter(name, 1.0, is_streamed=False)
+    assert door.sent == names
+    door.enter("streamed", 1.0)
+    assert len(door.queue) == 1, "its first token will be seen: that one waits"
+    door.enter("whole", 1.0, is_streamed=False)
+    assert door.sent == [*names, "whole"], "and does not keep another from going"
+    door.timers.pass_by(1.1)
+    assert door.sent == [*names, "whole", "streamed"], "each counts by itself: fifty do not last fifty times as long"
+
+
+def test_when_prefills_have_been_seen_whole_answers_wait_like_others() -> None:
+    door = Door()
+    see(door)
+    for name in "abc":
+        door.enter(name, 1.0, is_streamed=False)
+    assert door.sent == ["a"] and len(door.queue) == 2
+    door.timers.pass_by(1.1)
+    assert door.sent == ["a", "b"]
+
+
+def test_where_no_first_token_comes_any_more_whole_answers_are_all_sent_at_once_again() -> None:
+    door = Door()
+    see(door)
+    names = [str(number) for number in range(UNSEEN_MAX + 9)]
+    for name in names:
+        door.enter(name, 0.2, is_streamed=False)
+    assert door.sent == names[:2], "they wait"
+    while len(door.sent) < UNSEEN_MAX:
+        assert door.sent == names[: len(door.sent)] and len(door.queue) == len(names) - len(door.sent)
+        door.timers.pass_by(0.1)
+    assert door.sent == names
+    for name in "abc":
+        door.enter(name, 9.0, is_streamed=False)
+    assert door.sent == [*names, *"abc"]
+    door.timers.pass_by(30.0)
+    door.enter("streamed", 0.01)
+    door.leave("streamed", has_begun=True)
+    for name in "def":
+        door.enter(name, 9.0, is_streamed=False)
+    assert door.sent == [*names, *"abc", "streamed", "d"], "one was seen again"
+
+
+def test_the_first_token_of_a_later_one_shows_that_whole_answers_before_it_have_begun() -> None:
+    door = Door()
+    see(door)
+    tokens = list(range(100))
+    door.enter("whole", 4.0, tokens=tokens, is_streamed=False)
+    door.enter("follows", 0.1, tokens=[*tokens, 1], cached=100)
+    door.enter("later", 0.1)
+    assert door.sent == ["whole", "later"]
+    door.timers.pass_by(0.2)
+    door.leave("later", has_begun=True)
+    assert door.sent == ["whole", "later", "follows"], "what it goes on from is computed"
+
+
+@pytest.mark.parametrize("real_seconds", [0.01, 0.1])
+def test_a_first_token_says_of_the_pace_what_was_computed_before_it(real_seconds: float) -> None:
+    """A tenth of the requests streamed: the time of all prefills was laid on that tenth, so that an engine ten times as
+    fast as was thought looked as slow as was thought."""
+    ahead = LookAhead(0.25)
+    now = 0.0
+    for number in range(2000):
+        is_streamed = number % 10 == 9
+        ahead.add(str(number), 0.1, now, is_streamed=is_streamed)
+        now += real_seconds * (8.2 if is_streamed else 0.2)
+        ahead.expire(now)
+        assert not is_streamed or ahead.begin(str(number), now)
+    assert ahead.pace == pytest.approx(real_seconds / 0.1, rel=0.1)
+    ahead.check()
 
 
 def test_an_engine_that_is_slower_than_thought_is_sent_less_from_its_first_token_on() -> None:
@@ -391,6 +480,11 @@ class QueueMachine(RuleBasedStateMachine):
         self.worked = self.thought = PACE_PRIOR_SECONDS
         self.since = 0.0
         self.order_pace = 1.0
+        self.begun = self.unseen = 0
+
+    @property
+    def is_blind(self) -> bool:
+        return self.begun < SIGHT_REQUESTS or self.unseen >= UNSEEN_MAX
 
     @property
     def pace(self) -> float:
@@ -404,14 +498,20 @@ class QueueMachine(RuleBasedStateMachine):
         self.ahead = {name: one for name, one in self.ahead.items() if name not in late}
         if max(self.pace / self.order_pace, self.order_pace / self.pace) >= PACE_STEP:
             self.order_pace = self.pace
+        is_full = False
         for name, (_, _, seconds, is_streamed, _) in sorted(self.waiting.items(), key=self._rank):
             others = [one for one, _, _ in self.ahead.values()]
+            is_unseen = self.is_blind and not is_streamed
             if others and self.pace * (sum(others) - max(others) + seconds) > AHEAD_SECONDS:
-                return
+                is_full = True
+            if is_full and not is_unseen:
+                continue
             if not others and not self.overdue:
                 self.since = now
             total = self.pace * (sum(others) + seconds)
-            until = now + (max(OVERDUE_TIMES * total, OVERDUE_SECONDS) if is_streamed else total)
+            unseen = self.pace * seconds if self.is_blind else total
+            self.unseen += not is_streamed
+            until = now + (max(OVERDUE_TIMES * total, OVERDUE_SECONDS) if is_streamed else unseen)
             self.ahead[name] = seconds, until, is_streamed
             del self.waiting[name]
             self.expected.append(name)
@@ -434,8 +534,14 @@ class QueueMachine(RuleBasedStateMachine):
         most = PACE_MAX * (sum(one for one, _, _ in self.ahead.values()) + sum(self.overdue.values()))
         waited = self.waiting.pop(name, None) is not None
         late = self.overdue.pop(name, None)
+        before = list(itertools.takewhile(lambda other: other != name, self.ahead))
         seconds, _, is_measured = self.ahead.pop(name, (0.0, 0.0, False)) if late is None else (late, 0.0, True)
         if is_measured and has_begun:
+            self.begun, self.unseen = self.begun + 1, 0
+            for other in before if late is None else ():
+                if not self.ahead[other][2] and self.ahead[other][1] > self.door.clock() + EARLY_SECONDS:
+                    seconds += self.ahead[other][0]
+                    self.ahead[other] = self.ahead[other][0], self.door.clock(), False
             self.worked += min(self.door.clock() - self.since, most)
             self.thought += seconds
             self.since = self.door.clock()
