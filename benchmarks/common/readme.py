@@ -145,9 +145,9 @@ def live_losses() -> str:
     late, places = arm_report.behind(runs, gateway, arm_report.TTFT)
     slow, _ = arm_report.behind(runs, gateway, arm_report.LATENCY)
     return (
-        f"before two real SGLang or vLLM servers near saturation, `{gateway}` is more than 5 % behind the best other"
-        f" way to place requests in {late} of {places} traffics by mean time to first token, in {slow} by mean latency;"
-        " it runs on the engines' own two cores there ([live](docs/results-live.md))."
+        f"before two real SGLang or vLLM servers, mostly near saturation, `{gateway}` is more than 5 % behind the best"
+        f" other way to place requests in {late} of {places} cells by mean time to first token, in {slow} by mean"
+        " latency; it runs on the engines' own two cores there ([live](docs/results-live.md))."
     )
 
 
