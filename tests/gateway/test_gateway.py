@@ -648,7 +648,8 @@ def sample(process: GatewayProcess, name: str) -> float:
 def test_a_request_that_would_wait_too_long_is_answered_429_at_once_and_a_reload_changes_the_bound(
     model: Path, tmp_path: Path
 ) -> None:
-    with one_place(model, tmp_path, refuse_wait_seconds=0.001) as process:
+    # less than any call takes: where no pace is known yet, the wait is as long as the backlog has lasted
+    with one_place(model, tmp_path, refuse_wait_seconds=1e-6) as process:
         waiting = leave(process, 4)
         wait_until(lambda: sample(process, "preble_leases_active") == 5, "four wait")
         client = Client(process.address)
