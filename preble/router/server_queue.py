@@ -145,13 +145,15 @@ class ServerQueue:
 
     def _next_place(self) -> int | None:
         """Of the first in the order that need not wait for another, if there is room for it, or of one that needs
-        none."""
+        none: an answer of which nobody sees how long prefills take."""
         is_full = False
         for place, (_, request) in enumerate(self._waiting):
-            if not request.may_go or (is_full and (request.is_streamed or not self._ahead.is_blind)):
+            if not request.may_go or (is_full and request.is_streamed):
                 continue
             if self._ahead.has_room(request.seconds, is_streamed=request.is_streamed):
                 return place
+            if not self._ahead.is_blind:
+                return None
             is_full = True
         return None
 
@@ -171,7 +173,9 @@ class ServerQueue:
         """The newest request whose tokens cannot be gone on from yet and which computes some that this one goes on
         from, if to compute them twice would take long."""
         for _, other in zip(range(FOLLOWED_MAX), reversed(self._unbegun.values()), strict=False):
-            if not other.is_shared and request.namespace == other.namespace:
+            if other.is_shared or other.cached_tokens >= request.cached_tokens:
+                continue  # what it computes is not what this one goes on from
+            if request.namespace == other.namespace:
                 share = twice_share(request.token_ids, request.cached_tokens, other.token_ids, other.cached_tokens)
                 if self._pace * other.seconds * share >= TWICE_SECONDS:
                     return other

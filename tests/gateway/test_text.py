@@ -5,6 +5,7 @@ templates. No socket, no process.
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from array import array
 from pathlib import Path
@@ -18,7 +19,15 @@ from preble.errors import InvalidConfig, InvalidInput, QueueFull
 from preble.gateway.text import tokenizing
 from preble.gateway.text.chat_template import ChatTemplate, load_chat_template
 from preble.gateway.text.detokenizing import PENDING_TOKENS_MAX, UNFINISHED, Detokenizer, StopStrings
-from preble.gateway.text.tokenizing import PartCache, PromptTooLong, TextCodec, first_difference
+from preble.gateway.text.tokenizing import (
+    FINE_CHARACTERS,
+    PartCache,
+    PromptTooLong,
+    TextCodec,
+    _chunks,
+    _line_end,
+    first_difference,
+)
 from tests.support.gateway import BOS, END, HAN, SPECIAL, USER, VOCABULARY, make_tokenizer, swap_letters
 from tests.support.transport import asynchronous
 
@@ -239,12 +248,26 @@ async def test_of_a_document_that_is_asked_about_again_only_the_end_is_tokenised
     before = codec.counters.parts_encoded
     codec.encode_now(f"{document}Question 1?", False)
     assert codec.counters.parts_encoded - before == len(codec._parts(document)) > 5
-    encoded, found = codec.counters.parts_encoded, codec.counters.parts_found
     monkeypatch.setattr(codec._queue, "run", None)  # nothing waits for a thread
-    text = f"{document}Question 2?"
-    ids = await codec.encode(text, special_tokens=False)
-    assert ids.tolist() == codec._tokenizer.encode(text, add_special_tokens=False).ids
-    assert (codec.counters.parts_encoded - encoded, codec.counters.parts_found - found) == (1, encoded - before - 1)
+
+    async def asked(number: int) -> tuple[int, int]:
+        before = codec.counters.parts_encoded, codec.counters.parts_found
+        text = f"{document}Question {number}?"
+        ids = await codec.encode(text, special_tokens=False)
+        assert ids.tolist() == codec._tokenizer.encode(text, add_special_tokens=False).ids
+        return codec.counters.parts_encoded - before[0], codec.counters.parts_found - before[1]
+
+    parts = codec._parts(document + "Question 1?")
+    pieces = len(_chunks(parts[-1], FINE_CHARACTERS))
+    assert pieces > 2
+    assert await asked(2) == (pieces, len(parts) - 1), "the part that has not been seen is cut again"
+    assert await asked(3) == (1, len(parts) - 1 + pieces - 1), "and of its pieces only the question is new"
+
+
+@given(text=st.text(st.sampled_from("aZ1é .\r\n"), max_size=40), start=st.integers(0, 45))
+def test_a_line_that_ends_with_a_letter_is_found_as_by_an_expression(text: str, start: int) -> None:
+    match = re.compile(r"[A-Za-z](?=\n)").search(text, start)
+    assert _line_end(text, start) == (0 if match is None else match.end())
 
 
 @pytest.mark.parametrize("family", ["byte level", "llama 3", "whole texts", "marks of spaces", "word pieces", "rstrip"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -262,6 +264,33 @@ async def test_a_sink_is_given_what_comes_and_may_hold_the_server_back() -> None
         answer.go_on()
         await answer.flown()
         assert b"".join(got) == b"abcdef" and pool.idle == 1
+
+
+@pytest.mark.parametrize("framing", ["length", "cut"])
+@asynchronous
+async def test_an_answer_that_has_flown_lets_go_of_its_sink(framing: str) -> None:
+    """Who passes an answer on holds it, and its sink knows who: a request would be kept until a collection."""
+
+    class Passing:
+        answer: Answer
+
+        def take(self, part: bytes) -> bool:
+            return bool(part)
+
+    data = FRAMINGS["length"][0] if framing == "length" else OK + b"content-length: 9\r\n\r\nabc<close>"
+    async with RawServer(data).pool() as pool:
+        passing = Passing()
+        passing.answer = await pool.send(HEAD, b"{}")
+        passing.answer.flow(passing.take)
+        with contextlib.suppress(TransportError):
+            await passing.answer.flown()
+        kept = weakref.ref(passing)
+        gc.disable()
+        try:
+            del passing
+            assert kept() is None
+        finally:
+            gc.enable()
 
 
 @asynchronous

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 import threading
 from array import array
 from collections import OrderedDict
@@ -56,11 +57,13 @@ PROBES = (
 SWITCH_SECONDS = 0.0005  # for `sys.setswitchinterval`: so soon a thread that computes lets the event loop go on
 MARKS_TRIED_MAX = 8  # special tokens differ by name only: some speak for all
 CHUNK_CHARACTERS = 512  # of a part at least, where it is cut at the end of a line
+FINE_CHARACTERS = 64  # of one that is not in the cache, where no more than so many are not:
+FINE_PARTS_MAX = 2
 SLICE_CHARACTERS = 32 << 10  # tokenised in one call, and of a long text tried at a time
 LOOP_CHARACTERS = 16 << 10  # of a prompt that is tokenised on the loop, where no more than these are new:
 LOOP_NEW_CHARACTERS = 1024
 MESSAGE_CHARACTERS = 64  # what a message costs beside its text, about
-LINE_END = re.compile(r"[A-Za-z](?=\n)")
+ASCII_LETTERS = frozenset(string.ascii_letters)
 LINE_HEADS = (*(f"{probe} x" for probe in PROBES), "word", "a B", "1st", "don't", "x.y", "CamelCase", "<tag", "é a")
 LINE_TAILS = (*(f"\n{probe}" for probe in PROBES), "\n", "\n\n\n", "\n \n x", "\n\tx", "\n  x", "\n\r\n1", "\n, x")
 ACROSS = re.compile("[A-Za-z][\n\u010a]")  # a letter and a line's end, which byte-level vocabularies write as U+010A
@@ -135,13 +138,28 @@ class PartCache:
             assert self.bytes_used == sum(_cost(text, ids) for text, ids in self._parts.items()) <= self.bytes_max
 
 
-def _chunks(part: str) -> list[str]:
-    """A part cut at the ends of lines, `CHUNK_CHARACTERS` or more apart."""
+def _chunks(part: str, least_characters: int = CHUNK_CHARACTERS) -> list[str]:
+    """A part cut at the ends of lines, so many characters or more apart."""
     chunks, start = [], 0
-    while len(part) - start > CHUNK_CHARACTERS and (match := LINE_END.search(part, start + CHUNK_CHARACTERS)):
-        chunks.append(part[start : match.end()])
-        start = match.end()
+    while len(part) - start > least_characters and (end := _line_end(part, start + least_characters)):
+        chunks.append(part[start:end])
+        start = end
     return [*chunks, part[start:]]
+
+
+def _line_end(text: str, start: int) -> int:
+    """Where the next line ends whose last character is a letter at `start` or behind it; 0 if none does."""
+    end = start
+    while (end := text.find("\n", end + 1)) > 0:  # an expression takes several times as long
+        if text[end - 1] in ASCII_LETTERS:
+            return end
+    return 0
+
+
+def _finer(parts: Sequence[str], found: Sequence[array[int] | None]) -> list[str]:
+    """The parts, those that were not found cut again, `FINE_CHARACTERS` apart."""
+    pairs = zip(parts, found, strict=True)
+    return [piece for part, ids in pairs for piece in (_chunks(part, FINE_CHARACTERS) if ids is None else (part,))]
 
 
 def _some(ids: array[int]) -> TokenIds:
@@ -318,6 +336,9 @@ class TextCodec:
     def _encode_parts(self, parts: Sequence[str], limit: TokenLimit) -> list[array[int]]:
         """The ids of each part, looked up or tokenised."""
         found = [self.cache.get(part) for part in parts]
+        if self._cuts_lines and 0 < found.count(None) <= FINE_PARTS_MAX:
+            parts = _finer(parts, found)
+            found = [self.cache.get(part) for part in parts]
         missing = [part for part, ids in zip(parts, found, strict=True) if ids is None]
         tokens = sum(len(ids) for ids in found if ids is not None)
         fresh: list[array[int]] = []

@@ -228,9 +228,12 @@ class Answer:
         self.came()
 
     async def flown(self) -> None:
-        """Wait until the sink was given all. Raises `TransportError`, after what had come before."""
-        while not self.is_whole and self._error is None:
-            await self._wait()
+        """Wait until the sink was given all, and let go of it. Raises `TransportError`, after what had come before."""
+        try:
+            while not self.is_whole and self._error is None:
+                await self._wait()
+        finally:
+            self._sink = self.splice = None  # they know who holds this answer
         if self._error is not None:
             raise self._error
 

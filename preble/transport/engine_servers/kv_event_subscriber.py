@@ -23,18 +23,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import zmq
 import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.monitor import parse_monitor_message
 
 from ...errors import ProtocolError, TransportError
 from ...types import check_fields
 from ..event_stream import EventCursor
-from ..socket_reader import set_usual_options
+from ..socket_reader import NOBLOCK, FrameReader, set_usual_options
 from ..tasks import running, within
 from .kv_event_codec import PAYLOAD_MAX_BYTES, LoadReport, decode_load, published, replay_request, replayed, time_of
 from .server_info import EventSource
@@ -42,7 +42,6 @@ from .server_info import EventSource
 logger = logging.getLogger("preble.transport")
 
 _IN_VAIN_MAX = 4  # replays in a row that break off, or stay out, and bring nothing, before we give up
-_FRAMES_PER_TURN = 128  # frames taken before other tasks of the loop get a turn
 _ALL, _BROKEN = "that is all there is", "it broke off"  # how a replay ends
 
 
@@ -125,13 +124,15 @@ class EventFeed:
         self.counters = counters or FeedCounters()
         self._listener = listener
         self._config = config or FeedConfig()
-        self._context = context
+        # Plain sockets, see `socket_reader`, in a context whose own sockets are asyncio's.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
         self._cursor: EventCursor[bytes] = EventCursor(next_seq, self._config.max_held_batches)
         self._has_estimate = next_seq > 0  # somebody holds estimates that came from this stream
         self._newest: bytes | None = None  # the batch before `next_seq`: the anchor of every replay
         self._newest_time = float("-inf")
         self._wanted = asyncio.Event()
         self._caught_up = asyncio.Event()
+        self._is_cut_off = False  # the connection was broken, and is not back
 
     @property
     def next_seq(self) -> int:
@@ -154,14 +155,14 @@ class EventFeed:
         async with running(*loops) as tasks:
             await asyncio.gather(*tasks)
 
-    def _socket(self, kind: int, endpoint: str) -> zmq.asyncio.Socket:
+    def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         set_usual_options(socket, endpoint)
         socket.rcvhwm = self._config.queue_batches
         socket.maxmsgsize = 2 * PAYLOAD_MAX_BYTES
         return socket
 
-    def _connect(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    def _connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -172,40 +173,35 @@ class EventFeed:
     async def _live_loop(self) -> None:
         socket = self._socket(zmq.SUB, self.source.endpoint)
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED)
-        watch = asyncio.ensure_future(self._monitor_loop(monitor))
         try:
             socket.subscribe(self.source.topic.encode())
             self._connect(socket, self.source.endpoint)
-            async for parts in _frames(socket):
-                self._take_live(parts)
+            await _read((socket, self._take_live), (monitor, self._take_monitor))
         finally:
             # Nothing is waited for here: who is cancelled twice would leave the sockets open.
-            watch.cancel()
             socket.disable_monitor()
             monitor.close(linger=0)
             socket.close(linger=0)
 
-    async def _monitor_loop(self, monitor: Any) -> None:
+    def _take_monitor(self, parts: list[bytes]) -> str:
         """A connection that was broken may lead to another life of the publisher, or have lost what it published."""
-        broken = False
-        while True:
-            event = int((await recv_monitor_message(monitor))["event"])
-            if event == zmq.EVENT_DISCONNECTED:
-                broken = True
-            elif broken:
-                broken = False
-                self._wanted.set()
-                if not self.source.replay_endpoint:
-                    self._forget()
-                    self._cursor.skip_to(0)
-                    self._newest = None
+        if int(parse_monitor_message(parts)["event"]) == zmq.EVENT_DISCONNECTED:
+            self._is_cut_off = True
+        elif self._is_cut_off:
+            self._is_cut_off = False
+            self._wanted.set()
+            if not self.source.replay_endpoint:
+                self._forget()
+                self._cursor.skip_to(0)
+                self._newest = None
+        return ""
 
-    def _take_live(self, parts: list[bytes]) -> None:
+    def _take_live(self, parts: list[bytes]) -> str:
         try:
             seq, payload = published(parts)
         except ProtocolError:
             self.counters.malformed_frames += 1
-            return
+            return ""
         if seq < self.next_seq and time_of(payload) > self._newest_time:
             self._restarted()
         if self._newest is None and not self.source.replay_endpoint and not self._has_estimate:
@@ -215,6 +211,7 @@ class EventFeed:
         if self._cursor.has_gap and not had_gap:
             self.counters.gaps += self._has_estimate
             self._close_gap()
+        return ""
 
     def _offer(self, seq: int, payload: bytes) -> None:
         self.counters.duplicates += self._cursor.has_had(seq)
@@ -285,9 +282,12 @@ class EventFeed:
         socket = self._socket(zmq.DEALER, self.source.replay_endpoint)
         try:
             self._connect(socket, self.source.replay_endpoint)
-            await socket.send_multipart(replay_request(start))
-            async with running(self._read_replay(socket, replay)) as (reading,):
-                return await self._until_silent(reading, replay) == _ALL
+            socket.send_multipart(replay_request(start), NOBLOCK)
+            reader = FrameReader(socket, lambda parts: self._take_reply(replay, parts))
+            try:
+                return await self._until_silent(reader.ended, replay) == _ALL
+            finally:
+                reader.stop()
         except asyncio.TimeoutError:
             if replay.taken:
                 self.counters.replays_cut += 1
@@ -298,13 +298,6 @@ class EventFeed:
         finally:
             socket.close(linger=0)
         return False
-
-    async def _read_replay(self, socket: zmq.asyncio.Socket, replay: _Replay) -> str:
-        """Take what comes; how the replay ended. Without a task for each batch, of which there may be thousands."""
-        async for parts in _frames(socket):
-            if ended := self._take_reply(replay, parts):
-                return ended
-        return _BROKEN
 
     async def _until_silent(self, reading: asyncio.Future[str], replay: _Replay) -> str:
         """How a replay ended. Raises `asyncio.TimeoutError` where nothing of it has come for `replay_seconds`."""
@@ -358,24 +351,27 @@ class EventFeed:
         try:
             socket.subscribe(self.source.load_topic.encode())
             self._connect(socket, self.source.load_endpoint)
-            async for parts in _frames(socket):
-                try:
-                    report = decode_load(parts[-1])
-                except ProtocolError as error:
-                    self.counters.malformed_frames += 1
-                    logger.debug("load of %s: %s", self.source.load_endpoint, error)
-                    continue
-                self.counters.load_frames += 1
-                self._listener.on_load(report)
+            await _read((socket, self._take_load))
         finally:
             socket.close(linger=0)
 
+    def _take_load(self, parts: list[bytes]) -> str:
+        try:
+            report = decode_load(parts[-1])
+        except ProtocolError as error:
+            self.counters.malformed_frames += 1
+            logger.debug("load of %s: %s", self.source.load_endpoint, error)
+            return ""
+        self.counters.load_frames += 1
+        self._listener.on_load(report)
+        return ""
 
-async def _frames(socket: zmq.asyncio.Socket) -> AsyncIterator[list[bytes]]:
-    """Messages as they come, with a turn for others now and then."""
-    taken = 0
-    while True:
-        yield await socket.recv_multipart()
-        taken += 1
-        if taken % _FRAMES_PER_TURN == 0:
-            await asyncio.sleep(0)
+
+async def _read(*sources: tuple[zmq.Socket[bytes], Callable[[list[bytes]], str]]) -> None:
+    """Hand on what comes from each socket, until cancelled. Raises what one of them does, or who takes it."""
+    readers = [FrameReader(socket, take) for socket, take in sources]
+    try:
+        await asyncio.gather(*(reader.ended for reader in readers))
+    finally:
+        for reader in readers:
+            reader.stop()
