@@ -15,6 +15,7 @@ from ..errors import InvalidInput
 from ..transport.engine_servers.kv_event_subscriber import EventFeed, FeedListener
 from ..transport.engine_servers.server_info import EventSource
 from ..transport.namespaces import sendable_namespace_of
+from ..transport.tasks import running
 from ..types import AllBlocksCleared
 from .event_buffer import EventSink
 
@@ -26,7 +27,8 @@ async def listen(sources: Sequence[EventSource], sink: EventSink) -> None:
     context = zmq.asyncio.Context()
     feeds = [EventFeed(source, RankListener(rank, sink), context=context) for rank, source in enumerate(sources)]
     try:
-        await asyncio.gather(*(feed.run() for feed in feeds))
+        async with running(*(feed.run() for feed in feeds)) as tasks:
+            await asyncio.gather(*tasks)
     finally:
         context.destroy(linger=0)
 

@@ -16,6 +16,7 @@ from ..scheduler import GlobalScheduler
 from ..transport.engine_servers.kv_event_subscriber import EventFeed, FeedListener
 from ..transport.engine_servers.server_info import EventSource
 from ..transport.namespaces import namespace_of
+from ..transport.tasks import end_all
 from .replica_scheduler import ReplicaMetadata
 
 logger = logging.getLogger("preble.integrations")
@@ -59,6 +60,7 @@ class ReplicaEvents:
         self._counters = counters
         self._context: zmq.asyncio.Context | None = None
         self._feeds: dict[str, tuple[ReplicaMetadata, asyncio.Task[None]]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
 
     @property
     def followed(self) -> frozenset[str]:
@@ -68,7 +70,7 @@ class ReplicaEvents:
     def update(self, replicas: Mapping[str, ReplicaMetadata]) -> None:
         """These are the replicas now. A feed whose metadata have changed begins anew, with all that is still kept."""
         for name in [name for name, (metadata, _) in self._feeds.items() if replicas.get(name) != metadata]:
-            self._feeds.pop(name)[1].cancel()
+            self.remove(name)
         for name, metadata in replicas.items():
             if metadata.events_endpoint and name not in self._feeds:
                 self._feeds[name] = (metadata, asyncio.get_running_loop().create_task(self._follow(name, metadata)))
@@ -78,10 +80,13 @@ class ReplicaEvents:
         found = self._feeds.pop(name, None)
         if found is not None:
             found[1].cancel()
+            self._ending.add(found[1])
+            found[1].add_done_callback(self._ending.discard)
 
-    def close(self) -> None:
-        """Follow nothing any more. Idempotent."""
+    async def close(self) -> None:
+        """Follow nothing any more, and free the sockets. Idempotent."""
         self.update({})
+        await end_all(*self._ending)
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None

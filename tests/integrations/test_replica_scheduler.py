@@ -290,7 +290,7 @@ def test_feeds_come_and_go_with_replicas(books: ReplicaScheduler) -> None:
             await asyncio.sleep(0)
             seen.append(events.followed)
         events.remove("b")
-        events.close()
+        await events.close()
         return [*seen, events.followed]
 
     assert asyncio.run(follow()) == [{"a"}, {"a", "b"}, {"b"}, set()]
@@ -311,7 +311,7 @@ def test_a_feed_that_fails_is_followed_again(books: ReplicaScheduler, monkeypatc
         events = ReplicaEvents(books.scheduler, books.counters)
         events.update({"b": ReplicaMetadata(events_endpoint="ipc:///nowhere-to-be-found")})
         await asyncio.wait_for(followed.wait(), 60.0)
-        events.close()
+        await events.close()
 
     followed = asyncio.Event()
     monkeypatch.setattr(EventFeed, "run", run)
@@ -337,7 +337,7 @@ def test_published_events_become_what_the_scheduler_believes(books: ReplicaSched
                 if books.counters["event_batches"]:
                     break
         finally:
-            events.close()
+            await events.close()
             context.destroy(linger=0)
 
     books.update({name: ReplicaMetadata(block_size=16) for name in REPLICAS})

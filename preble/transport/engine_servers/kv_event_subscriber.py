@@ -25,7 +25,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import zmq
 import zmq.asyncio
@@ -124,8 +124,7 @@ class EventFeed:
         self.counters = counters or FeedCounters()
         self._listener = listener
         self._config = config or FeedConfig()
-        # Plain sockets, see `socket_reader`, in a context whose own sockets are asyncio's.
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
+        self._context = context
         self._cursor: EventCursor[bytes] = EventCursor(next_seq, self._config.max_held_batches)
         self._has_estimate = next_seq > 0  # somebody holds estimates that came from this stream
         self._newest: bytes | None = None  # the batch before `next_seq`: the anchor of every replay
@@ -155,8 +154,13 @@ class EventFeed:
         async with running(*loops) as tasks:
             await asyncio.gather(*tasks)
 
+    def _plain_socket(self, kind: int) -> zmq.Socket[bytes]:
+        """One that is not asyncio's, see `socket_reader`. Who destroys the context closes it with the others."""
+        plain: Any = zmq.Socket
+        return cast("zmq.Socket[bytes]", self._context.socket(kind, socket_class=plain))
+
     def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
+        socket = self._plain_socket(kind)
         set_usual_options(socket, endpoint)
         socket.rcvhwm = self._config.queue_batches
         socket.maxmsgsize = 2 * PAYLOAD_MAX_BYTES
@@ -172,7 +176,7 @@ class EventFeed:
 
     async def _live_loop(self) -> None:
         socket = self._socket(zmq.SUB, self.source.endpoint)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED)
+        monitor = self._monitor_of(socket)
         try:
             socket.subscribe(self.source.topic.encode())
             self._connect(socket, self.source.endpoint)
@@ -182,6 +186,14 @@ class EventFeed:
             socket.disable_monitor()
             monitor.close(linger=0)
             socket.close(linger=0)
+
+    def _monitor_of(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+        """A plain socket that receives when a connection comes and goes."""
+        address = f"inproc://feed-{socket.fileno()}"
+        socket.monitor(address, zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED)
+        monitor = self._plain_socket(zmq.PAIR)
+        monitor.connect(address)
+        return monitor
 
     def _take_monitor(self, parts: list[bytes]) -> str:
         """A connection that was broken may lead to another life of the publisher, or have lost what it published."""

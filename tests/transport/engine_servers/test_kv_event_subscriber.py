@@ -82,6 +82,21 @@ async def received_all(heard: Heard, told: list[Any]) -> None:
     assert heard.told == told
 
 
+@pytest.mark.timeout(60)
+@asynchronous
+async def test_a_context_may_be_destroyed_before_its_feed_has_ended() -> None:
+    """An owner that is cancelled twice does not wait: it would for ever, in `term`, for a socket that is open."""
+    async with published() as publisher:
+        context = zmq.asyncio.Context()
+        feed = EventFeed(EventSource(publisher.endpoint, publisher.replay_endpoint, ""), Heard(), context=context)
+        running = asyncio.ensure_future(feed.run())
+        await feed.caught_up()
+        running.cancel()
+        context.destroy(linger=0)
+        await asyncio.gather(running, return_exceptions=True)
+        assert context.closed
+
+
 @both_framings
 @asynchronous
 async def test_what_the_publisher_keeps_comes_first_and_then_what_it_publishes(with_topic: bool) -> None:
