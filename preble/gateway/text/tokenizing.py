@@ -9,6 +9,9 @@ before the cut alone, so texts that begin alike are cut alike.
     prompt      <s> system </s> a document of many lines    .    .    question 7
     cut into    <s>|system </s>|a document of |many lines   .|   .    |question 7     looked up but for the last
 
+Where no more than `FINE_PARTS_MAX` parts are new, those are cut again, `FINE_CHARACTERS` apart: a new question shares a
+part with the end of what is known.
+
 Whether that holds for a tokenizer is tried when it is loaded; one where it does not is given texts that are not cut
 there.
 
