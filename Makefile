@@ -13,7 +13,7 @@
 #   make soak    a thousand streaming clients before a gateway, hanging up at random, for a minute (ARGS=--servers)
 #   make fuzz    a million damaged inputs for every decoder (hours; ARGS="--target wire" for one)
 #   make test-live  real SGLang and vLLM workers, installed into .engines (7 GB) the first time
-#   make bench-live  ways to place requests over real engines (two to three hours; it goes on where it was stopped); docs/results-live.md
+#   make bench-live  ways to place requests over real engines (it goes on with what is kept; ARGS=--anew on another machine); docs/results-live.md
 #   make test-ray   the router inside a real Ray cluster, in .venv-ray (600 MB; 3 minutes the first time)
 #   make bench-ray  Preble's router against Ray Serve's own (40 minutes); writes its section of docs/results.md
 #   make build   the compiled core, in place

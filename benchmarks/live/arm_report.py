@@ -3,7 +3,8 @@ then all there is. Measures nothing.
 
 A repetition is one sample: its requests wait for each other. Two arms are compared by the ratio of their mean TTFT in
 the same repetition; intervals are 95 % of bootstrap draws over repetitions, and none is told of fewer than three. Of a
-place that was measured more than once the first quiet run counts, the last one where none was quiet.
+place that was measured more than once the first quiet run counts, the last one where none was quiet; where a traffic's
+saturation was found again, only what follows.
 """
 
 from __future__ import annotations
@@ -44,12 +45,27 @@ PICTURE = "![Mean TTFT of every arm: a dot for each repetition, a bar at their m
 def counted(kept: Sequence[Found]) -> dict[tuple[Any, ...], Found]:
     """The run that counts of each (engine, traffic with its model, load, repetition, arm)."""
     found: dict[tuple[Any, ...], Found] = {}
-    for run in kept:
+    for run in current(kept):
         if run["kind"] == "run":
             place = (run["engine"], traffic_of(run), run["load"], run["repetition"], run["arm"])
             if place not in found or found[place]["noisy"]:
                 found[place] = run
     return found
+
+
+def current(kept: Sequence[Found]) -> list[Found]:
+    """What is kept without that which the newest saturation of its engine and traffic has replaced: whatever stands
+    before it, and what is of other settings or another seed."""
+    newest: dict[tuple[str, str], tuple[int, Found]] = {}
+    for number, one in enumerate(kept):
+        if one["kind"] == "saturation":
+            newest[one["engine"], traffic_of(one)] = number, one
+
+    def counts(number: int, one: Found) -> bool:
+        at, found = newest.get((one["engine"], traffic_of(one)), (-1, one))
+        return number >= at and all(one[name] == found[name] for name in ("settings", "seed"))
+
+    return [one for number, one in enumerate(kept) if counts(number, one)]
 
 
 def traffic_of(found: Found) -> str:
@@ -307,21 +323,21 @@ def not_measured(runs: dict[tuple[Any, ...], Found], device: str = "cpu") -> Ite
 
 def saturations(kept: Sequence[Found]) -> str:
     """What the fixed partition keeps up with."""
-    rows = [[one["engine"], traffic_of(one), f"{one['rps']:.2f}"] for one in kept if one["kind"] == "saturation"]
+    found = [one for one in current(kept) if one["kind"] == "saturation"]
+    rows = [[one["engine"], traffic_of(one), f"{one['rps']:.2f}"] for one in found]
     return markdown(["engine", "traffic", "saturation of the fixed partition, requests/s"], rows)
 
 
 def glance(runs: dict[tuple[Any, ...], Found]) -> str:
     """Mean TTFT of every arm in all that was measured."""
     places = list(traffics(runs))
+    arms = [arm for arm in ARMS if any(suits(arm, engine) for engine, _, _ in places)]
     rows = []
-    for arm in (arm for arm in ARMS if any(suits(arm, engine) for engine, _, _ in places)):
-        cells = []
-        for place in places:
-            answered = [run for run in runs_of(runs, *place, arm).values() if "mean_ttft_seconds" in run]
-            cells.append(mean_of(answered, "mean_ttft_seconds") if answered else MISSING)
-        rows.append([f"**{arm}**" if arm in OURS else arm, *cells])
-    return markdown(["mean TTFT, s", *(f"{engine}, {traffic}, {load:g}" for engine, traffic, load in places)], rows)
+    for place in places:
+        answered = [[run for run in runs_of(runs, *place, arm).values() if "mean_ttft_seconds" in run] for arm in arms]
+        cells = [mean_of(found, "mean_ttft_seconds") if found else MISSING for found in answered]
+        rows.append([f"{place[0]}, {place[1]}, {place[2]:g}", *cells])
+    return markdown(["mean TTFT, s", *(f"**{arm}**" if arm in OURS else arm for arm in arms)], rows)
 
 
 def page(kept: Sequence[Found], device: str = "cpu") -> str:

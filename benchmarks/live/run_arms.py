@@ -1,9 +1,10 @@
 """Ways to place requests over live engines, at parts of what a fixed partition can take: TTFT, latency, hits.
 
-    python -m benchmarks.live.run_arms                     0.95 of the saturation, three repetitions: two to three hours
+    python -m benchmarks.live.run_arms                     0.95 of the saturation, three repetitions: some five hours
     python -m benchmarks.live.run_arms --minutes 5                             as far as it gets; the next call goes on
     python -m benchmarks.live.run_arms --engine sglang --traffic documents --repetitions 2 --arms smg "round robin"
-    python -m benchmarks.live.run_arms --load 0.95 0.8 0.5 --repetitions 5     whole: some fifteen hours
+    python -m benchmarks.live.run_arms --load 0.95 0.8 0.5 --repetitions 5     whole: more than a day
+    python -m benchmarks.live.run_arms --anew --engine vllm --traffic agents   on another machine: nothing kept counts
     python -m benchmarks.live.run_arms --report            measures nothing: the page of what there is
 
 What the bars are about comes first: the highest load, SGLang before vLLM, documents and agents before the rest.
@@ -17,6 +18,8 @@ engine (`--engine torch`) has workers only: with the eviction it has by itself, 
 
 Each run is appended to a file of JSON lines as it ends, with what was measured of the machine's quiet; what is in the
 file is not measured again, if settings and seed are the same. A noisy run is kept, marked, and repeated, twice at most.
+What is kept may be of another machine: `--anew` finds the saturation again, and from then on only runs that follow it
+count, here and on the page. A traffic has its own length and pace (`SECONDS`, `TURN_SECONDS`) if none is named.
 """
 
 from __future__ import annotations
@@ -44,14 +47,17 @@ import numpy as np
 from benchmarks.common.facts import commit, first_line, machine
 from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.common.tables import rounded
-from benchmarks.live import arm_fleet, arm_noise, arm_plot, arm_report, engine_fleet
-from benchmarks.live.arm_traffic import TRAFFICS, TURN_SECONDS, Session, Sources, TextRequest, make_sessions
+from benchmarks.live import arm_fleet, arm_noise, arm_plot, arm_report, arm_traffic, engine_fleet
+from benchmarks.live.arm_traffic import TRAFFICS, Session, Sources, TextRequest, make_sessions
 from benchmarks.live.core_speed import CoreSpeed
 from benchmarks.live.engine_load import Ask, Outcome, outcome_of
 from benchmarks.live.run_engines import stdlib_files
 from preble.engines.torch.tiny_models import SPECS, make_tiny_model
 
 LOADS = (0.95, 0.8, 0.5)
+SECONDS = {"coding agents": 120.0}  # of arrivals in a run; of others:
+OTHER_SECONDS = 60.0
+TURN_SECONDS = {"agents": 6.0, "coding agents": 6.0}  # between an agent's turns
 TRIES = 3  # of a noisy run
 LATE = 0.2  # of a run's seconds: a rate is too high when an answer comes so long after its request was due
 FIRST_RATE, RATE_STEP, RATE_RATIO, RATE_MIN, RATE_MAX = 6.0, 1.5, 1.12, 0.1, 128.0
@@ -225,8 +231,8 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, fleet: arm_fleet.EngineFleet, sources: Sources) -> None:
         self.args, self.fleet, self.sources = args, fleet, sources
-        mine = (settings_of(args), args.seed)
-        self.kept = [one for one in read_lines(args.json) if (one["settings"], one["seed"]) == mine]
+        mine = [one for one in read_lines(args.json)[args.kept_before :] if one["seed"] == args.seed]
+        self.kept = arm_report.current([one for one in mine if one["settings"] == settings_of(args, one["traffic"])])
         self._warm: set[str] = set()
 
     async def measured(
@@ -268,8 +274,8 @@ class Bench:
 
     def sessions(self, traffic: str, rps: float, repetition: int) -> list[Session]:
         """The traffic of a repetition."""
-        args = self.args
-        return make_sessions(traffic, self.sources, rps, args.seconds, args.seed + repetition, args.turn_seconds)
+        seconds, pause = seconds_of(self.args, traffic), turn_seconds_of(self.args, traffic)
+        return make_sessions(traffic, self.sources, rps, seconds, self.args.seed + repetition, pause)
 
     async def find_saturation(self, traffic: str) -> float:
         """The kept one, or a new one, kept."""
@@ -285,7 +291,7 @@ class Bench:
         """Whether the partition keeps up with a rate: kept, or tried now, again where the machine was noisy."""
         while (known := probe_of(self.fleet.engine, traffic, rps, self.kept)) is None:
             sessions = self.sessions(traffic, rps, SEARCH_SEED)
-            outcomes, quiet = await self.measured("partition", sessions, LATE * self.args.seconds)
+            outcomes, quiet = await self.measured("partition", sessions, LATE * seconds_of(self.args, traffic))
             answer, noisy = kept_up(outcomes), arm_noise.is_noisy(quiet)
             found = {"kind": "probe", "engine": self.fleet.engine, "traffic": traffic, "rps": rps, "kept_up": answer}
             self.keep({**found, **quiet, "noisy": noisy})
@@ -296,7 +302,8 @@ class Bench:
     def keep(self, found: Found) -> None:
         """Append a result with where it is from."""
         facts = {"commit": commit(), "machine": machine(), "date": datetime.date.today().isoformat()}
-        found = {**found, **facts, "settings": settings_of(self.args), "seed": self.args.seed}
+        found = {**found, **facts, "seed": self.args.seed}
+        found["settings"] = settings_of(self.args, found["traffic"])
         append_line(self.args.json, found)
         self.kept.append(found)
 
@@ -330,11 +337,25 @@ def kept_up(outcomes: Sequence[Outcome] | None) -> bool:
     return outcomes is not None and not any(one.error for one in outcomes)
 
 
-def settings_of(args: argparse.Namespace) -> Found:
+def seconds_of(args: argparse.Namespace, traffic: str) -> float:
+    """How long requests of a traffic arrive."""
+    return float(SECONDS.get(traffic, OTHER_SECONDS) if args.seconds is None else args.seconds)
+
+
+def turn_seconds_of(args: argparse.Namespace, traffic: str) -> float:
+    """How far apart the turns of its agents are."""
+    own = TURN_SECONDS.get(traffic, arm_traffic.TURN_SECONDS)
+    return float(own if args.turn_seconds is None else args.turn_seconds)
+
+
+def settings_of(args: argparse.Namespace, traffic: str) -> Found:
     """What a run depends on and no cell says."""
-    names = ("model", "workers", "capacity_tokens", "max_running", "seconds", "output_tokens")
-    found = {name: getattr(args, name) for name in names} | ({"device": card()} if args.device != "cpu" else {})
-    return found | ({"turn_seconds": args.turn_seconds} if args.turn_seconds != TURN_SECONDS else {})
+    names = ("model", "workers", "capacity_tokens", "max_running")
+    found = {name: getattr(args, name) for name in names} | {"seconds": seconds_of(args, traffic)}
+    found["output_tokens"] = args.output_tokens
+    found |= {"device": card()} if args.device != "cpu" else {}
+    turn_seconds = turn_seconds_of(args, traffic)
+    return found | ({"turn_seconds": turn_seconds} if turn_seconds != arm_traffic.TURN_SECONDS else {})
 
 
 @functools.lru_cache(maxsize=1)
@@ -430,14 +451,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--load", nargs="+", type=float, default=[LOADS[0]], help="parts of the saturation (0.95)")
     made.add_argument("--arms", nargs="+", choices=arm_fleet.ARMS, default=list(arm_fleet.ARMS))
     made.add_argument("--repetitions", type=int, default=3)
+    made.set_defaults(kept_before=0)  # so many kept lines do not count
+    made.add_argument("--anew", action="store_true", help="nothing that is kept counts: another machine, or other code")
     made.add_argument("--minutes", type=float, default=math.inf, help="after so long no run begins")
     made.add_argument("--first-rate", type=float, default=FIRST_RATE, help="where the search begins (%(default)s)")
-    model = "llama-20m" if engine_fleet.cpu_dtype(Path("/proc/cpuinfo")) == "bfloat16" else "llama-1m"
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: vLLM servers that share one card")
     models = [*sorted(SPECS), CARD_MODEL]
-    made.add_argument("--model", choices=models, default=model, help="llama-1m without AMX (%(default)s)")
-    made.add_argument("--seconds", type=float, default=30.0, help="of arrivals in a run (%(default)s)")
-    made.add_argument("--turn-seconds", type=float, default=TURN_SECONDS, help="between agents' turns (%(default)s)")
+    made.add_argument("--model", choices=models, default="llama-20m", help="of random weights (%(default)s)")
+    made.add_argument("--seconds", type=float, help="of arrivals in a run (a traffic's own)")
+    made.add_argument("--turn-seconds", type=float, help="between agents' turns (6)")
     made.add_argument("--output-tokens", type=int, default=12)
     made.add_argument("--workers", type=int, default=2, help="engines, each on a core (%(default)s)")
     made.add_argument("--capacity-tokens", type=int, default=22_000, help="KV cache of each engine (%(default)s)")
@@ -461,6 +483,7 @@ def main() -> None:
     """Measure what is missing, then show all."""
     args = parser().parse_args()
     args.json = args.json or RESULTS / FILES[args.device]
+    args.kept_before = len(read_lines(args.json)) if args.anew else 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # engines end with this process
     if not args.report:
         until = time.monotonic() + 60.0 * args.minutes

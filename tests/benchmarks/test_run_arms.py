@@ -252,6 +252,57 @@ async def test_runs_of_other_settings_or_seeds_do_not_stand_in(tmp_path: Path, s
         assert [arm for arm, _ in bench.asked].count("smg") == 1 and len(bench.asked) > 1
 
 
+def test_on_another_machine_all_is_measured_anew_and_only_that_counts(
+    tmp_path: Path, sources: arm_traffic.Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = ("--arms", "smg", "--repetitions", "1")
+    args = arguments(tmp_path, *chosen)
+    asyncio.run(run_arms.measure_traffic(ScriptedBench(args, sources), "documents", 0.5))
+    first = len(run_arms.read_lines(args.json))
+
+    async def measure(args: Any, engine: str, load: float, until: float) -> None:
+        if engine == "sglang":
+            bench = ScriptedBench(args, sources)
+            await run_arms.measure_traffic(bench, "documents", load)
+            asked.append([arm for arm, _ in bench.asked])
+
+    asked: list[list[str]] = []
+    monkeypatch.setattr(run_arms, "measure", measure)
+    command = ["run_arms", "--json", str(args.json), "--seconds", "15", *chosen, "--load", "0.5", "0.8"]
+    for more in (["--anew"], []):
+        monkeypatch.setattr("sys.argv", [*command, *more])
+        run_arms.main()
+    assert asked[0][-1] == "smg" and "partition" in asked[0], "the saturation is found again"
+    assert asked[1:] == [["smg"], [], []], "and once for all loads; a call without the option goes on from there"
+    kept = run_arms.read_lines(args.json)
+    runs = arm_report.counted([{**one, "commit": number} for number, one in enumerate(kept)])
+    assert len(runs) == 2 and all(run["commit"] >= first for run in runs.values())
+
+
+def test_what_the_newest_saturation_has_replaced_does_not_count() -> None:
+    def search(**more: Any) -> dict[str, Any]:
+        found = {"kind": "saturation", "engine": "sglang", "traffic": "documents", "rps": 4.0, "seed": 0}
+        return {**found, "settings": {"model": "tiny"}, **more}
+
+    old = [search(), run_of("smg", 1, 9.0), run_of("smg", 2, 9.0), run_of("smg", 1, 9.0, traffic="agents")]
+    new = [search(rps=8.0), run_of("smg", 1, 2.0)]
+    longer = run_of("smg", 3, 7.0, settings={"model": "tiny", "seconds": 5})
+    runs = arm_report.counted([*old, *new, longer, run_of("smg", 4, 7.0, seed=1)])
+    assert {place[3]: run["mean_ttft_seconds"] for place, run in runs.items() if "documents" in place[1]} == {1: 2.0}
+    assert len(runs) == 2, "another traffic's runs count as before"
+    assert "8.00" in arm_report.page([*old, *new]) and "4.00 |" not in arm_report.saturations([*old, *new])
+
+
+def test_a_traffic_has_its_own_length_and_pace_if_none_is_named(tmp_path: Path) -> None:
+    own = run_arms.parser().parse_args([])
+    found = {traffic: run_arms.settings_of(own, traffic) for traffic in arm_traffic.TRAFFICS}
+    assert [found[traffic]["seconds"] for traffic in ("documents", "agents", "coding agents")] == [60.0, 60.0, 120.0]
+    assert {name for name, settings in found.items() if "turn_seconds" in settings} == {"agents", "coding agents"}
+    named = run_arms.parser().parse_args(["--seconds", "7", "--turn-seconds", "2"])
+    assert run_arms.settings_of(named, "coding agents")["seconds"] == 7.0
+    assert run_arms.settings_of(named, "coding agents")["turn_seconds"] == 2.0
+
+
 @pytest.mark.parametrize(("noisy", "runs"), [(0, 1), (1, 2), (2, 3), (9, 3)])
 @asynchronous
 async def test_a_noisy_run_is_kept_and_repeated_twice_at_most(
