@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ CELLS = {
     ("loogle", 8, False): "questions on documents, 23,600 tokens",
 }
 OURS_BEFORE_SERVERS = "preble serve"
+LIVE_ARMS = ("round robin", "least load", "partition", "sglang-router", "smg")
 SHOWN = ("ttft_seconds", "latency_seconds")
 RANK = re.compile(r"^\| \**`([\w:-]+)`(?:\\\*)?\** \| ([\d.]+) \| [^|]+\| ([\d.]+) \|", re.MULTILINE)
 SURELY = re.compile(
@@ -144,10 +146,14 @@ def live_losses() -> str:
     gateway = OURS_BEFORE_SERVERS
     late, places = arm_report.behind(runs, gateway, arm_report.TTFT)
     slow, _ = arm_report.behind(runs, gateway, arm_report.LATENCY)
+    times = ", ".join(
+        f"{arm} {statistics.geometric_mean(arm_report.times_in_all(runs, gateway, arm)):.2f}" for arm in LIVE_ARMS
+    )
     return (
         f"before two real SGLang or vLLM servers, mostly near saturation, `{gateway}` is more than 5 % behind the best"
         f" other way to place requests in {late} of {places} cells by mean time to first token, in {slow} by mean"
-        " latency; it runs on the engines' own two cores there ([live](docs/results-live.md))."
+        " latency; it runs on the engines' own two cores there. Others' mean time to first token over its, the"
+        f" geometric mean of all cells: {times} ([live](docs/results-live.md))."
     )
 
 

@@ -34,6 +34,9 @@ TTFT, LATENCY = "mean_ttft_seconds", "mean_latency_seconds"
 BARS = {"round robin": 2.5, **dict.fromkeys(GATEWAYS, 1.2)}  # times the mean TTFT of ours, at 0.95, in these traffics:
 BAR_LOAD, BAR_TRAFFICS = 0.95, ("documents", "agents", "coding agents")
 MISSING = "missing"
+BEST = "the best of them in each place"
+TALLIED = """Places where ours are ahead of another arm, level with it (within 5 %) or behind, by mean TTFT and by mean
+latency; "times" is its mean over ours, the geometric mean of all places: above 1 ours is faster."""
 ASKED = "The other's mean TTFT over ours, paired by repetition; above 1 ours is faster."
 PICTURES = {"cpu": "figures/live-arms.png", "cuda": "../figures/live-arms-gpu.png"}
 PICTURE = "![Mean TTFT of every arm: a dot for each repetition, a bar at their mean](%s)"
@@ -211,11 +214,42 @@ def best_other(
     return min(found.values(), key=lambda one: one[1][0], default=None)
 
 
+def tally(runs: dict[tuple[Any, ...], Found]) -> str:
+    """How often ours are ahead of each other arm, level with it or behind, over all places where both were run."""
+    rows = []
+    for other in (arm for arm in (*ARMS, BEST) if arm not in OURS):
+        cells = [cell for name in (TTFT, LATENCY) for mine in OURS for cell in tally_of(runs, mine, other, name)]
+        if any(cell != MISSING for cell in cells):
+            rows.append([other, *cells])
+    heads = [f"{what}: {head}" for what in ("TTFT", "latency") for mine in OURS for head in (mine, "times")]
+    return markdown(["ahead, level, behind", *heads], rows)
+
+
+def tally_of(runs: dict[tuple[Any, ...], Found], mine: str, other: str, name: str) -> tuple[str, str]:
+    """(places ahead, level, behind; another's mean over ours, the geometric mean of all places)."""
+    found = times_in_all(runs, mine, other, name)
+    if not found:
+        return MISSING, MISSING
+    ahead, late = sum(ratio > BEHIND for ratio in found), sum(ratio < 1 / BEHIND for ratio in found)
+    return f"{ahead}, {len(found) - ahead - late}, {late}", f"{statistics.geometric_mean(found):.2f}"
+
+
+def times_in_all(runs: dict[tuple[Any, ...], Found], mine: str, other: str, name: str = TTFT) -> list[float]:
+    """Another's mean over ours in each place where both were run; of `BEST`, that of the best other arm there."""
+    found = []
+    for place in traffics(runs):
+        if other == BEST:
+            best = best_other(runs, *place, mine, name)
+            found += [] if best is None else [best[1][0]]
+        elif samples := ratios(runs_of(runs, *place, other), runs_of(runs, *place, mine), name):
+            found.append(bootstrapped(samples)[0])
+    return found
+
+
 def behind(runs: dict[tuple[Any, ...], Found], mine: str, name: str) -> tuple[int, int]:
     """(in how many of the places that were compared one of ours is behind the best other arm, how many those are)."""
-    places = [best_other(runs, *place, mine, name) for place in traffics(runs)]
-    compared = [found[1][0] for found in places if found is not None]
-    return sum(ratio < 1 / BEHIND for ratio in compared), len(compared)
+    found = times_in_all(runs, mine, BEST, name)
+    return sum(ratio < 1 / BEHIND for ratio in found), len(found)
 
 
 def counted_repetitions(count: int) -> str:
@@ -351,6 +385,7 @@ def page(kept: Sequence[Found], device: str = "cpu") -> str:
     late = "\n".join(f"- {loss}" for loss in latency_losses(runs)) or none
     lacking = "\n".join(f"- {one}" for one in not_measured(runs, device)) or "Nothing."
     parts = ["**Losses.**", lost, "**Losses of mean latency**, against the best other arm.", late]
+    parts += ["**In all.** " + TALLIED, tally(runs)] if compared else []
     parts += ["**What is asked.** " + ASKED, markdown(BAR_COLUMNS, list(bars(runs)))]
     parts += ["**At a glance.**", glance(runs), PICTURE % PICTURES[device]]
     parts += ["**Not measured yet.**", lacking, saturations(kept)]

@@ -698,7 +698,7 @@ def test_losses_come_first_and_what_lacks_is_told() -> None:
     kept += [run_of("round robin", n, 2.0 + n / 10) for n in (1, 2, 3)]
     kept += [run_of("smg", n, 0.5) for n in (1, 2, 3)] + [run_of("partition", 1, 1.0)]
     page = arm_report.page(kept)
-    losses = page[: page.index("**What is asked.**")]
+    losses = page[: page.index("**In all.**")]
     assert "preble serve against round robin: short of 2.5 times: its mean TTFT is 2.20 (2.10 to 2.30)" in losses
     assert "preble serve against smg: behind, for certain: its mean TTFT is 0.50 (0.50 to 0.50)" in losses
     assert "partition" not in losses.replace("fixed partition", "") and page.startswith("**Losses.**")
@@ -710,13 +710,26 @@ def test_losses_of_latency_stand_beside_those_of_ttft_and_are_counted() -> None:
     kept = [run_of("preble serve", 1, 1.0, mean_latency_seconds=3.0)]
     kept += [run_of("partition", 1, 2.0, mean_latency_seconds=2.0), run_of("smg", 1, 4.0, mean_latency_seconds=2.5)]
     page = arm_report.page(kept)
-    late = page[page.index("**Losses of mean latency**") : page.index("**What is asked.**")]
+    late = page[page.index("**Losses of mean latency**") : page.index("**In all.**")]
     assert "documents with tiny at 0.95: preble serve against partition, of 1 repetition: 0.67 times ours" in late
     assert "smg" not in late
     runs = arm_report.counted(kept)
     assert arm_report.behind(runs, "preble serve", arm_report.LATENCY) == (1, 1)
     assert arm_report.behind(runs, "preble serve", arm_report.TTFT) == (0, 1)
     assert arm_report.behind(runs, "preble workers", arm_report.TTFT) == (0, 0)
+
+
+def test_how_often_ours_are_ahead_is_counted_over_all_places() -> None:
+    kept = [run_of("preble serve", 1, 1.0), run_of("smg", 1, 4.0), run_of("partition", 1, 0.9)]
+    kept += [run_of(arm, 1, ttft, load=0.8) for arm, ttft in (("preble serve", 1.0), ("smg", 1.0))]
+    runs = arm_report.counted(kept)
+    assert arm_report.tally_of(runs, "preble serve", "smg", arm_report.TTFT) == ("1, 1, 0", "2.00")
+    assert arm_report.tally_of(runs, "preble serve", "partition", arm_report.TTFT) == ("0, 0, 1", "0.90")
+    assert arm_report.tally_of(runs, "preble serve", arm_report.BEST, arm_report.TTFT) == ("0, 1, 1", "0.95")
+    assert arm_report.tally_of(runs, "preble workers", "smg", arm_report.TTFT) == ("missing", "missing")
+    page = arm_report.page(kept)
+    assert "| smg | 1, 1, 0 | 2.00 | missing | missing | 1, 1, 0 | 2.00 | missing | missing |" in page
+    assert "| round robin |" not in page[page.index("**In all.**") : page.index("**What is asked.**")], "not run"
 
 
 def test_how_often_an_audit_s_claim_was_missed_is_counted() -> None:
