@@ -34,6 +34,9 @@ CELLS = {
 }
 OURS_BEFORE_SERVERS = "preble serve"
 LIVE_ARMS = ("round robin", "least load", "partition", "sglang-router", "smg")
+BULLETS = textwrap.TextWrapper(  # a link stays one
+    118, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+)
 SHOWN = ("ttft_seconds", "latency_seconds")
 RANK = re.compile(r"^\| \**`([\w:-]+)`(?:\\\*)?\** \| ([\d.]+) \| [^|]+\| ([\d.]+) \|", re.MULTILINE)
 SURELY = re.compile(
@@ -150,9 +153,9 @@ def live_losses() -> str:
         f"{arm} {statistics.geometric_mean(arm_report.times_in_all(runs, gateway, arm)):.2f}" for arm in LIVE_ARMS
     )
     return (
-        f"before two real SGLang or vLLM servers, mostly near saturation, `{gateway}` is more than 5 % behind the best"
-        f" other way to place requests in {late} of {places} cells by mean time to first token, in {slow} by mean"
-        " latency; it runs on the engines' own two cores there. Others' mean time to first token over its, the"
+        f"before two real SGLang or vLLM servers, at 0.5 to 0.95 of saturation, `{gateway}` is more than 5 % behind"
+        f" the best other way to place requests in {late} of {places} cells by mean time to first token, in {slow} by"
+        " mean latency; it runs on the engines' own two cores there. Others' mean time to first token over its, the"
         f" geometric mean of all cells: {times} ([live](docs/results-live.md))."
     )
 
@@ -179,9 +182,7 @@ def numbers(demo_found: Found, result: Found, page: str, paper: Found) -> str:
         f"**{cell / 1e3:.1f} us** is a decision at the median, with 8 workers and prompts like ToolBench's."
         f" `make bench`: {of(result['facts'])}.",
     )
-    return "\n".join(
-        textwrap.fill(one, 118, initial_indent="- ", subsequent_indent="  ", break_long_words=False) for one in said
-    )
+    return "\n".join(BULLETS.fill(one) for one in said)
 
 
 def put(text: str, name: str, part: str) -> str:

@@ -4,7 +4,7 @@
     python -m benchmarks.live.run_arms --minutes 5                             as far as it gets; the next call goes on
     python -m benchmarks.live.run_arms --engine sglang --traffic documents --repetitions 2 --arms smg "round robin"
     python -m benchmarks.live.run_arms --load 0.95 0.8 0.5 --repetitions 5     whole: more than a day
-    python -m benchmarks.live.run_arms --anew --engine vllm --traffic agents   on another machine: nothing kept counts
+    python -m benchmarks.live.run_arms --anew --engine vllm --traffic documents       on another machine
     python -m benchmarks.live.run_arms --report            measures nothing: the page of what there is
 
 What the bars are about comes first: the highest load, SGLang before vLLM, documents and agents before the rest.
@@ -398,7 +398,8 @@ async def measure(args: argparse.Namespace, engine: str, load: float, until: flo
         bench = Bench(args, arm_fleet.EngineFleet(engine, python, shape, stack), sources)
         for traffic in args.traffic:
             if traffic in needs and not needs[traffic].exists():
-                print(f"{traffic} are left out: {needs[traffic].name} is missing", flush=True)
+                option = f"--{traffic.replace(' ', '-')}"
+                print(f"{traffic} are left out: {needs[traffic].name} is missing ({option} names it)", flush=True)
                 continue
             await measure_traffic(bench, traffic, load, until)
 

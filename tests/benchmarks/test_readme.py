@@ -59,3 +59,11 @@ def test_the_contest_is_read_off_the_page_of_results() -> None:
         "rivals": 2, "round_robin": 6.0, "rival": 1.2, "cells": 40, "worse": 7, "better": 6,
         "worse_p99": 5, "better_p99": 0,
     }  # fmt: skip
+
+
+def test_a_link_is_not_broken_where_a_line_ends() -> None:
+    words = "x" * (readme.BULLETS.width - len("- ([live](docs/results- "))
+    assert (
+        readme.BULLETS.fill(f"{words} ([live](docs/results-live.md)).")
+        == f"- {words}\n  ([live](docs/results-live.md))."
+    )

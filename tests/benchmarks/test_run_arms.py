@@ -293,7 +293,7 @@ def test_what_the_newest_saturation_has_replaced_does_not_count() -> None:
     assert "8.00" in arm_report.page([*old, *new]) and "4.00 |" not in arm_report.saturations([*old, *new])
 
 
-def test_a_traffic_has_its_own_length_and_pace_if_none_is_named(tmp_path: Path) -> None:
+def test_a_traffic_has_its_own_length_and_pace_if_none_is_named() -> None:
     own = run_arms.parser().parse_args([])
     found = {traffic: run_arms.settings_of(own, traffic) for traffic in arm_traffic.TRAFFICS}
     assert [found[traffic]["seconds"] for traffic in ("documents", "agents", "coding agents")] == [60.0, 60.0, 120.0]
