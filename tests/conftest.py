@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import signal
@@ -31,6 +32,15 @@ if settings.get_current_profile_name() == "preble" and hasattr(providers, "_get_
 def repository() -> Path:
     """The root of the checkout."""
     return ROOT
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """No collection of garbage meanwhile: what a test finds freed did not wait for one."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,7 @@ async def in_time(seconds: float, app: App, scope: Scope, receive: Receive, send
     finally:
         if not task.done():
             await end_all(task)
+        del task  # its error knows this frame
     late = ApiError(504, f"the answer took longer than {seconds:g} s", kind="timeout_error", code="request_timeout")
     if not has_begun:
         raise late

@@ -1,5 +1,8 @@
 """Tasks that live no longer than what they are for. Owns how some run side by side, how they are ended, and a bound on
 a wait; knows no work.
+
+A task knows its error, an error the frames that it passed through, and such a frame its task: a cycle, in which all
+that the work held would stay until a collection of garbage. So the frames here forget their tasks.
 """
 
 from __future__ import annotations
@@ -21,19 +24,19 @@ async def end_all(*tasks: asyncio.Future[Any]) -> None:
 
 @asynccontextmanager
 async def running(*works: Awaitable[T]) -> AsyncIterator[list[asyncio.Future[T]]]:
-    """Works as tasks beside a block, at whose end they are ended."""
+    """Works as tasks beside a block, at whose end they are ended, and the list is emptied."""
     tasks: list[asyncio.Future[T]] = [asyncio.ensure_future(work) for work in works]
     try:
         yield tasks
     finally:
         await end_all(*tasks)
+        tasks.clear()
 
 
 async def first_of(*works: Awaitable[T]) -> T:
     """What the first to end comes to; the others are ended then."""
     async with running(*works) as tasks:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return next(iter(done)).result()
+        return (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0].pop().result()
 
 
 async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
@@ -46,4 +49,5 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
             return task.result()
     finally:
         task.cancel()
+        del task
     raise asyncio.TimeoutError

@@ -266,11 +266,28 @@ def test_bodies_share_a_bound_that_small_ones_never_meet() -> None:
         second.hold(SMALL_BYTES + 500)
         with pytest.raises(ApiError):
             first.hold(SMALL_BYTES + 501)
-        assert budget.bytes_used == 1000
+        assert budget.bytes_used == 500, "who is refused makes room at once"
+        second.hold(SMALL_BYTES + 1000)
     assert budget.bytes_used == 0
 
 
-# --- clients that leave -----------------------------------------------------------------------------------------------
+# --- clients that leave, and what is refused --------------------------------------------------------------------------
+
+
+class Freed:
+    """Notes its end."""
+
+    def __init__(self, ends: list[str]) -> None:
+        self._ends = ends
+
+    def __del__(self) -> None:
+        self._ends.append("freed")
+
+
+class NotedPart(bytes):
+    """A part of a body that notes its end."""
+
+    freed: Freed
 
 
 class NeverDone:
@@ -278,14 +295,16 @@ class NeverDone:
 
     def __init__(self) -> None:
         self.began, self.given_up = asyncio.Event(), False
+        self.ends: list[str] = []
 
     async def encode(self, text: str, **given: Any) -> Any:
         """As `TextCodec.encode`."""
+        held = Freed(self.ends)
         self.began.set()
         try:
             await asyncio.Event().wait()
         finally:
-            self.given_up = True
+            self.given_up = isinstance(held, Freed)
 
     async def encode_chat(self, messages: Any, **given: Any) -> Any:
         """As `TextCodec.encode_chat`."""
@@ -301,12 +320,15 @@ class NeverDone:
         ("/v1/preble/explain", {"prompt": "x"}),
     ],
 )
+@pytest.mark.parametrize("request_seconds", [None, HANG_SECONDS])
 @asynchronous
-async def test_a_prompt_is_given_up_when_its_client_leaves(path: str, body: Any) -> None:
+async def test_a_prompt_is_given_up_when_its_client_leaves(
+    path: str, body: Any, request_seconds: float | None, uncollected: None
+) -> None:
     codec: Any = NeverDone()
     router = Router([])
     await router.start(min_workers=0)
-    gateway = Gateway(router, codec, GatewayConfig(), Metrics(ManualClock()))
+    gateway = Gateway(router, codec, GatewayConfig(request_seconds=request_seconds), Metrics(ManualClock()))
     app = make_app(gateway)
     messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
@@ -320,7 +342,47 @@ async def test_a_prompt_is_given_up_when_its_client_leaves(path: str, body: Any)
     async def send(message: Any) -> None:
         raise AssertionError(message)
 
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
-    await app({**scope, "headers": [], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2)}, receive, send)
+    await app(scope_of(path), receive, send)
     assert codec.given_up and gateway.bodies.bytes_used == 0
+    await asyncio.sleep(0)  # the loop lets go of who was cancelled
+    assert set(codec.ends) == {"freed"}, "nothing waits for a collection of garbage"
+    await router.close()
+
+
+def scope_of(path: str) -> dict[str, Any]:
+    """A POST without headers."""
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    return {**scope, "headers": [], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2)}
+
+
+@pytest.mark.parametrize("request_seconds", [None, HANG_SECONDS])
+@asynchronous
+async def test_what_came_of_a_body_that_is_refused_is_freed_at_once(
+    request_seconds: float | None, uncollected: None
+) -> None:
+    """It stayed until a collection of garbage: beside the bodies of the bound there was as much again."""
+    router = Router([])
+    await router.start(min_workers=0)
+    gateway = Gateway(router, None, GatewayConfig(request_seconds=request_seconds), Metrics(ManualClock()))
+    app = make_app(gateway)
+    ends: list[str] = []
+    statuses: list[int] = []
+    parts = 0
+
+    async def receive() -> Any:
+        nonlocal parts
+        await asyncio.sleep(0)
+        parts += 1
+        part = NotedPart(b" " * (100 << 10))
+        part.freed = Freed(ends)
+        return {"type": "http.request", "body": part, "more_body": True}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    with gateway.bodies.share() as other:
+        other.hold(gateway.bodies.bytes_max - (200 << 10))
+        await app(scope_of("/v1/completions"), receive, send)
+    assert statuses == [503] and parts >= 3 and ends == ["freed"] * parts
     await router.close()

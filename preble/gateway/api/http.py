@@ -144,11 +144,14 @@ async def attended(receive: Receive, work: Awaitable[T]) -> T:
     The body must have been read: from then on the only news from a client is that it has gone.
     """
     task = asyncio.ensure_future(work)
-    async with running(task, _gone(receive)) as both:
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
+    try:
+        async with running(task, _gone(receive)) as both:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise ClientDisconnect
+    finally:
+        del task  # its error knows this frame
 
 
 async def token_ids_of(

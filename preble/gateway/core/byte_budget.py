@@ -27,12 +27,13 @@ class ByteShare:
         self._held = 0
 
     def hold(self, total: int) -> None:
-        """Hold as much as a body of `total` bytes does. Raises `ApiError` 503, changing nothing, beyond the bound; one
-        body alone is always let in."""
+        """Hold as much as a body of `total` bytes does. Raises `ApiError` 503 beyond the bound, and holds nothing from
+        then on: what is refused makes room at once for others that come. One body alone is always let in."""
         budget = self._budget
         more = max(0, total - SMALL_BYTES) - self._held
         others = budget.bytes_used - self._held
         if more > 0 and others > 0 and budget.bytes_used + more > budget.bytes_max:
+            self.give_back()
             raise unavailable(
                 f"bodies of {budget.bytes_max} bytes are being read, the bound of this gateway", "queue_full"
             )
