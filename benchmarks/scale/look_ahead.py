@@ -65,7 +65,8 @@ MIXED = Kind("vLLM, 7B on a GPU", 0.012, 45e-6, 0.2e-6, 0.15e-3, 128, 2048, True
 
 @dataclass(frozen=True)
 class Traffic:
-    """Questions about documents: of so many tokens each, with so many tokens asked and answered."""
+    """Questions about documents: of so many tokens each, with so many tokens asked and answered. `is_one`: all are about
+    the same one, at every worker."""
 
     name: str
     documents: int  # for each worker
@@ -73,10 +74,13 @@ class Traffic:
     question: int
     output: int
     seconds: float  # of arrivals
+    is_one: bool = False
 
 
 LIVE = Traffic("documents of `run_arms`", 9, (1200, 2000), 16, 12, 60.0)
 LONG = Traffic("documents of 4,000 to 20,000 tokens", 30, (4000, 20_000), 64, 100, 60.0)
+ONE = Traffic("one system prompt of 1,650 tokens", 1, (1650, 1651), 60, 12, 60.0, True)
+ONE_LONG = Traffic("one system prompt of 4,000 tokens", 1, (4000, 4001), 200, 100, 60.0, True)
 SHORT = Traffic("chats of 100 tokens, nothing shared", 0, (0, 0), 100, 50, 20.0)
 
 
@@ -101,7 +105,7 @@ class Asked:
 def drawn(traffic: Traffic, kind: Kind, load: float, workers: int, seed: int) -> list[Asked]:
     """The requests of a run."""
     rng = np.random.default_rng([seed, workers])
-    count = traffic.documents * workers
+    count = traffic.documents * (1 if traffic.is_one else workers)
     sizes = rng.integers(*traffic.tokens, size=count) if count else np.zeros(1, int)
     mean = float(sizes.mean())
     work = kind.prefill(traffic.question, int(mean)) + traffic.output * kind.per_running
@@ -295,13 +299,16 @@ def cases() -> list[Case]:
     found += [replace(found[1], place=place) for place in ("round robin", "least load")]
     found += [replace(found[1], costs=costs) for costs in (0.1, 10.0)] + [replace(found[1], workers=8)]
     found += [replace(one, costs=0.15, learned_seconds=8.0) for one in found[1:3]]
+    found += [Case(CPU, ONE, load, place="least load") for load in (0.5, 0.8, 0.95, 1.1)]
     found += [Case(CORE, LIVE, load) for load in (0.3, 0.6, 0.8, 1.1)]
+    found += [Case(CORE, ONE, 0.95, place="least load")]
     found += [Case(CORE, LIVE, 0.6, place="least load"), Case(CORE, LIVE, 0.6, costs=0.15, learned_seconds=8.0)]
     for kind in (GPU, MIXED):
         found += [Case(kind, LONG, load) for load in (0.3, 0.6, 0.8, 1.1)]
         found += [Case(kind, LONG, 0.6, place=place) for place in ("round robin", "least load")]
         found += [Case(kind, LONG, 0.6, costs=costs) for costs in (0.1, 10.0)]
         found += [Case(kind, LONG, 0.6, costs=0.15, learned_seconds=8.0)]
+        found += [Case(kind, ONE_LONG, load, place="least load") for load in (0.8, 1.1)]
         found += [Case(kind, SHORT, load, place="least load") for load in (0.5, 2.0)]
         found += [Case(kind, SHORT, 2.0, place="least load", costs=10.0)]
     return found
