@@ -119,7 +119,7 @@ def bars(runs: dict[tuple[Any, ...], Found]) -> Iterator[list[str]]:
         for mine in OURS:
             own = runs_of(runs, engine, traffic, load, mine)
             found = {
-                arm: bootstrapped(samples)
+                arm: (bootstrapped(samples), len(samples))
                 for arm in ARMS
                 if arm not in OURS and (samples := ratios(runs_of(runs, engine, traffic, load, arm), own))
             }
@@ -128,17 +128,18 @@ def bars(runs: dict[tuple[Any, ...], Found]) -> Iterator[list[str]]:
             where = [f"{engine}, {traffic} at {load:g}", mine]
             if load == BAR_LOAD and kind_of(traffic) in BAR_TRAFFICS:
                 if "round robin" in found:
-                    yield [*where, "round robin", *held(found["round robin"], BARS["round robin"], len(own))]
+                    yield [*where, "round robin", *held(*found["round robin"], BARS["round robin"])]
                 gateways = [arm for arm in GATEWAYS if arm in found]
                 if gateways:
-                    best = min(gateways, key=lambda arm: found[arm][0])
-                    yield [*where, f"the best gateway, {best}", *held(found[best], BARS[best], len(own))]
-            best = min(found, key=lambda arm: found[arm][0])
-            yield [*where, f"the best of all others, {best}", *held(found[best], 1 / BEHIND, len(own))]
+                    best = min(gateways, key=lambda arm: found[arm][0][0])
+                    yield [*where, f"the best gateway, {best}", *held(*found[best], BARS[best])]
+            best = min(found, key=lambda arm: found[arm][0][0])
+            yield [*where, f"the best of all others, {best}", *held(*found[best], 1 / BEHIND)]
 
 
-def held(ratio: tuple[float, float, float], bar: float, repetitions: int) -> list[str]:
-    """(asked, measured, verdict). A bar is missed for certain where the whole interval lies below it."""
+def held(ratio: tuple[float, float, float], repetitions: int, bar: float) -> list[str]:
+    """(asked, measured, repetitions that both have, verdict). A bar is missed for certain where the whole interval lies
+    below it."""
     middle, _, high = ratio
     missed = "**missed**" if high < bar or math.isinf(high) else "missed, the interval reaches it"
     return [f"{bar:.2f}", shown(ratio), str(repetitions), "met" if middle >= bar else missed]

@@ -65,8 +65,8 @@ MIXED = Kind("vLLM, 7B on a GPU", 0.012, 45e-6, 0.2e-6, 0.15e-3, 128, 2048, True
 
 @dataclass(frozen=True)
 class Traffic:
-    """Questions about documents: of so many tokens each, with so many tokens asked and answered. `is_one`: all are about
-    the same one, at every worker."""
+    """Questions about documents: of so many tokens each, with so many tokens asked and answered. `is_one`: all are
+    about the same one, at every worker."""
 
     name: str
     documents: int  # for each worker

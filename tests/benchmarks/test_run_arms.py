@@ -755,6 +755,12 @@ def test_a_bar_is_met_by_the_best_gateway_or_missed_by_it() -> None:
     ]
 
 
+def test_a_bar_counts_the_repetitions_that_both_have() -> None:
+    kept = [run_of("preble serve", n, 1.0) for n in (1, 2, 3)] + [run_of("round robin", 1, 2.6)]
+    rows = list(arm_report.bars(arm_report.counted(kept)))
+    assert rows[0][2:] == ["round robin", "2.50", "2.60", "1", "met"]
+
+
 def test_the_picture_is_drawn_of_what_there_is(tmp_path: Path) -> None:
     arm_plot.draw([], file=tmp_path / "live.png")
     assert not (tmp_path / "live.png").exists()
