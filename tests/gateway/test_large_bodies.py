@@ -360,7 +360,7 @@ def scope_of(path: str) -> dict[str, Any]:
 async def test_what_came_of_a_body_that_is_refused_is_freed_at_once(
     request_seconds: float | None, uncollected: None
 ) -> None:
-    """It stayed until a collection of garbage: beside the bodies of the bound there was as much again."""
+    """It stayed until a collection of garbage: of 24 bodies at once some 40 MB, beside the 64 MiB of a bound."""
     router = Router([])
     await router.start(min_workers=0)
     gateway = Gateway(router, None, GatewayConfig(request_seconds=request_seconds), Metrics(ManualClock()))
