@@ -32,13 +32,14 @@ LIMITS = KvLimits(part_bytes=4 * 50)
 
 
 class Side:
-    """One worker: a mover, its engine, and the results."""
+    """One worker: a mover, its engine, and the results. While it is `busy` its jobs wait, until `resume`."""
 
     def __init__(self, engine: TokenEngine, **options: Any) -> None:
         self.engine = engine
         self.jobs: list[Callable[[], None]] = []
         self.results: list[PullResult] = []
         self.busy = False
+        self._in_order = threading.Lock()  # an engine's thread does one job after another
         self.woken = threading.Event()
         bind = options.pop("bind", "tcp://127.0.0.1:*")
         limits = options.pop("limits", LIMITS)
@@ -48,10 +49,19 @@ class Side:
         self.mover.start()
 
     def _call(self, job: Callable[[], None]) -> None:
-        if self.busy:
-            self.jobs.append(job)
-        else:
-            job()
+        with self._in_order:
+            if self.busy:
+                self.jobs.append(job)
+            else:
+                job()
+
+    def resume(self) -> None:
+        """Do the jobs that wait, before any that comes now."""
+        with self._in_order:
+            self.busy = False
+            for job in self.jobs:
+                job()
+            self.jobs.clear()
 
     def pull(self, source: str, *, wait_seconds: float = HANG_SECONDS, **fields: Any) -> PullResult:
         """Pull all but the last token, and wait for the result."""
@@ -250,9 +260,7 @@ def test_requests_that_share_the_prefix_wait_for_what_they_share_and_no_longer(s
         assert target.mover.pull(name, follower)
     alone = [target.result() for _ in range(3)]
     assert [(one.engine_id, one.end) for one in alone] == [("other", ""), ("elsewhere", ""), ("cached", "")]
-    source.busy = False
-    for job in source.jobs:
-        job()
+    source.resume()
     results = {one.engine_id: one for one in (target.result() for _ in range(4))}
     assert results["r"].end == "done" and results["r"].moved_tokens == 399
     assert {name: (one.end, one.cached_tokens, one.moved_tokens) for name, one in results.items() if name != "r"} == {
@@ -271,8 +279,7 @@ def test_who_waits_for_a_pull_that_ends_early_computes_the_rest(sides: Sides) ->
         target.busy = True
         assert target.mover.pull("r", request(relay.endpoint)) and target.mover.pull("f", shares(500))
         until_true(lambda: target.jobs)
-        target.busy = False
-        target.jobs.pop(0)()
+        target.resume()
         results = {one.engine_id: (one.end, one.cached_tokens) for one in (target.result(), target.result())}
     assert results == {"r": ("lost", 150), "f": ("joined", 150)}
 
@@ -366,9 +373,7 @@ def test_pulls_from_one_source_share_what_may_be_on_the_way_and_all_end(sides: S
     target.mover._post(passed_by.set)
     assert passed_by.wait(HANG_SECONDS)
     assert sum(one.pull.ahead for one in target.mover._running.values() if one.pull is not None) == 5
-    source.busy = False
-    for job in source.jobs:
-        job()
+    source.resume()
     assert {(one.end, one.moved_tokens) for one in (target.result() for _ in spaces)} == {("done", 499)}
     assert source.mover.counters.kv_parts_unsent == 0
 
