@@ -18,13 +18,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.common.paths import ROOT
+from benchmarks.common.paths import SHARED
 
 Tokens = npt.NDArray[np.int32]
 VOCABULARY = 32_000
 SHAPES = ("toolbench200", "toolbench1500", "toolbench1500-zipf", "embodied", "videoqa", "loogle", "mooncake")
 LONG = ("videoqa", "loogle", "mooncake")  # a quarter of the prompts is as many tokens as the others have
-DEFAULT_TRACE = ROOT.parent / "shared/workloads/traces/mooncake_conversation.jsonl.gz"
+DEFAULT_TRACE = SHARED / "workloads/traces/mooncake_conversation.jsonl.gz"
 
 
 def prompts(shape: str, count: int, *, seed: int = 0, trace: Path | None = None) -> list[Tokens]:

@@ -45,7 +45,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.facts import commit, first_line, machine
-from benchmarks.common.paths import RESULTS, ROOT
+from benchmarks.common.paths import RESULTS, ROOT, SHARED
 from benchmarks.common.tables import rounded
 from benchmarks.live import arm_fleet, arm_noise, arm_plot, arm_report, arm_traffic, engine_fleet
 from benchmarks.live.arm_traffic import TRAFFICS, Session, Sources, TextRequest, make_sessions
@@ -445,7 +445,6 @@ def is_there(arm: str, peers: Path) -> bool:
 def parser() -> argparse.ArgumentParser:
     """The options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    shared = Path(os.environ.get("PREBLE_SHARED", ROOT.parent / "shared"))
     made.add_argument("--engine", nargs="+", choices=arm_fleet.ENGINES, default=["sglang", "vllm"])
     traffics = sorted(TRAFFICS, key=lambda traffic: traffic not in arm_report.BAR_TRAFFICS)
     made.add_argument("--traffic", nargs="+", choices=TRAFFICS, default=traffics)
@@ -469,7 +468,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--engines", type=Path, default=ROOT / ".engines", help="environments of tests/live/install.py")
     made.add_argument("--peers", type=Path, default=ROOT / ".venv-peers/bin/python", help="Python with the gateways")
-    agents = shared / "workloads" / "agents"
+    agents = SHARED / "workloads" / "agents"
     dialogues, traces = agents / "taubench_gpt4o_airline.json.gz", agents / "lmcache_agent_traces.tar.xz"
     made.add_argument("--agents", type=Path, default=dialogues, help="dialogues of tau-bench")
     made.add_argument("--coding-agents", type=Path, default=traces, help="sessions of mini-swe-agent")

@@ -32,9 +32,10 @@ from typing import Any, Protocol
 import numpy as np
 
 import preble
+from benchmarks.common.paths import SHARED
 from preble.types import BOTH, DECODE, PREFILL, Role
 
-CONTEST = Path(__file__).resolve().parents[3] / "shared" / "contest"
+CONTEST = SHARED / "contest"
 KV_TOKEN_BYTES = 131_072
 LATENCY_SECONDS = 0.002
 OUTPUT_MAX = 512  # what clients allow
