@@ -97,8 +97,7 @@ cdef struct Prices:              # what is the same for all workers in one decis
     double context_seconds       # 0.3 o b of such a worker
     double own                   # P (1 + kappa) of such a worker
     double repeated              # P - P*, computed though somebody caches it; 0 on a fleet with nothing to do
-    double each_live             # what each request that it has adds to a total there,
-    double each_first            # and the first beside
+    double each_live             # what each request that it has adds to a total there
     double full_share            # of a second of load, of one half of the time observed
 
 cdef struct Choice:

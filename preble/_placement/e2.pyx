@@ -9,7 +9,7 @@ books what is chosen here.
     prefill    P                               its own missed tokens
     loading    for what it caches in host memory or on disk alone: seconds a token, as learned; where that is more than
                computing it takes, it is computed
-    others     P (kappa + I) + 0.3 o b n B     whom its prefill keeps waiting, whose decoding it interrupts and slows
+    others     P (kappa + 0.1 B) + 0.3 o b n B whom its prefill keeps waiting, whose decoding it interrupts and slows
                + (P - P*) max(3 (kappa' - kappa), 30 B')
                                                more, where there is no room for what another worker caches
     decode     0.3 o b C                       its own output in that batch
@@ -29,8 +29,6 @@ books what is chosen here.
        first (`WorkerSpec.cached_first`), else 1; m: what it caches of the prompt, which so passes most of what is
        ahead; and nobody else's prompt goes on there, so that what is ahead has as little cached as others
     P  seconds to prefill what the worker lacks
-    I  0.1 B + 0.9 min(B, 1): of those that decode there the first waits for all of it, so that who has nothing to
-       decode is taken; each further one counts a tenth, since for a first token it makes no difference
     B  live requests, with C prompt tokens; B' of them  o  output tokens to expect; n: prompt tokens
        wait for their first token
     b  seconds that a token of context adds to an       h  share of the window's prompt tokens that was cached
@@ -90,8 +88,7 @@ cdef double HOLDER_SHARE_MIN = 0.9  # of the longest cached prefix: who holds as
 cdef double BEHIND_SECONDS = 0.3  # of what is ahead, that counts twice
 cdef double PASSED_SHARE = 0.8   # of what is ahead, that a session's next turn passes where all of it is cached
 cdef double REQUEST_SECONDS = 0.004  # by which a live request lengthens the wait for a first token
-cdef double INTERRUPTED_SHARE = 0.1  # of a prefill, that each request which decodes there waits for it;
-cdef double INTERRUPTED_FIRST = 1.0  # so many wait for all of it
+cdef double INTERRUPTED_SHARE = 0.1  # of a prefill, that each request which decodes there waits for it
 cdef double TOGETHER_SHARE = 0.3  # of its output, that a request decodes with those that are there now
 cdef double EVICTED_USES = 2.0   # of what is evicted, for each use of what is cached
 cdef double MOVED_USES = 3.0     # of what is moved away from its home
@@ -233,16 +230,11 @@ cdef inline double evicted_share(const WorkerMarks* marks, const Row* row, int64
     return lacking_share(room, missed, prices)
 
 
-cdef inline double interrupted(double live) noexcept nogil:
-    """I: how many times a prefill is waited for by those who decode there."""
-    return INTERRUPTED_SHARE * live + (1.0 - INTERRUPTED_SHARE) * min(live, INTERRUPTED_FIRST)
-
-
 cdef inline double least_beside(const Row* row, const Prices* prices) noexcept nogil:
     """At most what a worker's total comes to beside the prompt's own prefill and what is ahead: what is known of it by
     a look at one row, without a division."""
-    cdef double load = load_double(&row.load_seconds), live = load32(&row.live_requests)
-    return (live * prices.each_live + min(live, INTERRUPTED_FIRST) * prices.each_first
+    cdef double load = load_double(&row.load_seconds)
+    return (load32(&row.live_requests) * prices.each_live
             + prices.context_seconds * load32(&row.live_prompt_tokens)
             + LOAD_SHARE * load * min(load * prices.full_share, 1.0))
 
@@ -488,8 +480,7 @@ cdef class E2:
         prices.evicted_uses = EVICTED_USES * load_double(&self.loads.hit_share)
         prices.passed = PASSED_SHARE / request.count if self.goes_on(request) else 0.0
         prices.alike = prices.usable = prices.home = NONE
-        prices.prefill = prices.context_seconds = prices.own = prices.repeated = 0.0
-        prices.each_live = prices.each_first = 0.0
+        prices.prefill = prices.context_seconds = prices.own = prices.repeated = prices.each_live = 0.0
         prices.best = min(best, request.count - 1)
         prices.full_share = 1.0 / (HALF_BUSY * prices.longest)
         prices.some_below = load_signed(&self.tree.t.below) != 0
@@ -510,7 +501,6 @@ cdef class E2:
         if usable < prices.best and cost != NULL and (prices.repeated_pressure > 0.0 or prices.fleet.live_requests):
             prices.repeated = max(prices.prefill - prefill_seconds(cost, count - prices.best, count), 0.0)
         prices.each_live = REQUEST_SECONDS + INTERRUPTED_SHARE * prices.prefill + prices.context_seconds * count
-        prices.each_first = (1.0 - INTERRUPTED_SHARE) * prices.prefill
 
     cdef double sent_away_seconds(self, uint32_t worker, int64_t missed, const Terms* terms,
                                   const Prices* prices) noexcept nogil:
@@ -564,7 +554,7 @@ cdef class E2:
             terms.load *= self.loads.scale(worker, prices.now, prices.longest)
         terms.prefill = prices.prefill
         terms.queue = ahead + REQUEST_SECONDS * live
-        terms.others = (prices.prefill * (prices.pressure + interrupted(live))
+        terms.others = (prices.prefill * (prices.pressure + INTERRUPTED_SHARE * live)
                         + prices.context_seconds * request.count * live)
         terms.decode = prices.context_seconds * load32(&row.live_prompt_tokens)
         evicted = evicted_share(&load_workers(&self.tree.t.workers)[worker], row, request.count - terms.usable, prices)
@@ -608,7 +598,7 @@ cdef class E2:
         its best holder."""
         cdef double ahead = of.ahead / of.workers, live = of.live_requests / of.workers
         return ((ahead + min(ahead, BEHIND_SECONDS)) * still_ahead(home, prices) + REQUEST_SECONDS * live
-                + home.prefill * (1.0 + prices.pressure + interrupted(live))
+                + home.prefill * (1.0 + prices.pressure + INTERRUPTED_SHARE * live)
                 + prices.context_seconds * (request.count * live + of.prompt_tokens / of.workers))
 
     cdef void set_credit(self, Terms* terms, uint32_t worker, const Placement* request, const Terms* home,
@@ -621,7 +611,7 @@ cdef class E2:
         if cost == NULL:
             return
         price = terms.prefill - prefill_seconds(cost, request.count - home.usable, request.count)
-        price = price * (1.0 + prices.pressure + interrupted(live)) + max(terms.eviction - home.eviction, 0.0)
+        price = price * (1.0 + prices.pressure + INTERRUPTED_SHARE * live) + max(terms.eviction - home.eviction, 0.0)
         price += terms.repeated
         if 0.0 < price <= credit and not (terms.must_evict and self.drives_out_reused(worker, need, request.now)):
             terms.credit = -price

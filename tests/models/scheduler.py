@@ -25,7 +25,6 @@ Path = tuple[Hashable, Tokens]  # (namespace, every token from the prompt's star
 SLICES = 36
 # The rule's constants.
 HOLDER_SHARE_MIN, BEHIND_SECONDS, REQUEST_SECONDS, INTERRUPTED_SHARE = 0.9, 0.3, 0.004, 0.1
-INTERRUPTED_FIRST = 1  # who wait for all of a prefill
 TOGETHER_SHARE, EVICTED_USES, LOAD_SHARE, PRESSURE_MAX, REPEATED_MAX = 0.3, 2.0, 0.02, 2.0, 10.0
 TURN_SHARE, STAY_SHARE = 0.25, 0.125  # of a turn of all places, that a wait counts at most; of what the last stay says
 PASSED_SHARE = 0.8  # of what is ahead, that a session's next turn passes where all of it is cached
@@ -42,11 +41,6 @@ UNSEEN_DELAYS, DRAW_QUEUE_WEIGHT, HEAD_TOKENS, PLACED_LATELY, OTHERS_MIN = (
 )  # of several routers
 WEIGHT_MIN = 1e-9
 SAME_TO = 1e-12  # the model sums in another order: prices nearer to each other than this share are alike
-
-
-def interrupted(live: float) -> float:
-    """How many times a prefill is waited for by those who decode there."""
-    return INTERRUPTED_SHARE * live + (1.0 - INTERRUPTED_SHARE) * min(live, INTERRUPTED_FIRST)
 
 
 def common(a: Tokens, b: Tokens) -> int:
@@ -728,7 +722,7 @@ class NaiveScheduler:
         return (
             (ahead + min(ahead, BEHIND_SECONDS)) * self.still_ahead(home.worker, home.matched, prices)
             + REQUEST_SECONDS * requests
-            + home.prefill * (1.0 + prices.pressure + interrupted(requests))
+            + home.prefill * (1.0 + prices.pressure + INTERRUPTED_SHARE * requests)
             + context * (length * requests + sum(b.prompt_tokens for b in live) / len(accounts))
         )  # fmt: skip
 
@@ -767,7 +761,7 @@ class NaiveScheduler:
         again."""
         cost = self.accounts[row.worker].cost
         price = row.prefill - cost.prefill(length - home.matched, length)
-        price *= 1.0 + prices.pressure + interrupted(row.live)
+        price *= 1.0 + prices.pressure + INTERRUPTED_SHARE * row.live
         price += max(0.0, row.eviction - home.eviction) + row.repeated
         if not 0.0 < price <= credit:
             return row
@@ -847,7 +841,7 @@ class NaiveScheduler:
         return Row(
             *(name, whole, usable, load, prefill),
             queue=self.wait(account, stays, now) + min(behind, BEHIND_SECONDS) * stays + REQUEST_SECONDS * live,
-            others=prefill * (prices.pressure + interrupted(live)) + context * length * live + repeated,
+            others=prefill * (prices.pressure + INTERRUPTED_SHARE * live) + context * length * live + repeated,
             decode=context * sum(booking.prompt_tokens for booking in account.live),
             eviction=eviction,
             must_evict=must_evict,

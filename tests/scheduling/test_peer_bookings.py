@@ -202,7 +202,7 @@ def test_where_peers_report_sooner_less_is_left_to_the_draw() -> None:
     """Queues grow from the first worker to the last; the longer the delay, the more of them are drawn."""
     prompts = [list(range(50_000 + 1000 * number, 50_400 + 1000 * number)) for number in range(40)]
     reached = []
-    for delay_seconds in (0.2, 0.05, 0.0):
+    for delay_seconds in (0.05, 0.005, 0.0):
         sched = among_others(5, 9000, peer_delay_seconds=delay_seconds)
         for number in range(1, 12):
             waiting = range(10**6 + 10_000 * number, 10**6 + 10_100 * number)

@@ -21,11 +21,11 @@ LRU: dict[str, Any] = {"eviction": "lru", "order": "fcfs"}
 
 # Local scheduler's configuration, policy -> trace hash. Where a change of the rules moves requests, they are made anew.
 KEPT = {
-    ("queues", "e2"): "da2d6f1af8a4ce9b",
+    ("queues", "e2"): "8ab58185e87c8154",
     ("queues", "round_robin"): "b61ef3edd3d085eb",
-    ("evicts", "e2"): "80363632e0e4ca3d",
+    ("evicts", "e2"): "6ad9777d6a71ead0",
     ("evicts", "least_loaded"): "873730ba07c5f3ce",
-    ("whole prompts", "e2"): "3d91a6f3a593f529",
+    ("whole prompts", "e2"): "dce9f3bc7120a963",
     ("few places", "cache_aware"): "d6391dcb9d484041",
 }
 ENGINES: dict[str, dict[str, Any]] = {

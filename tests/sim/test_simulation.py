@@ -27,7 +27,7 @@ PAIR = [asked("a", 0.0, SHARED, 60, out=3), asked("b", 0.05, SHARED, 20, out=2)]
 # The trace hash of `tools(40)` on three workers with E2. It changes when the simulator, the local or the global
 # scheduler decide otherwise than before. If that was meant, run the test and put the new one here, in the commit that
 # changes the behaviour, and say there why; if it was not meant, something is no longer reproducible.
-GOLDEN = "114ca15d2ed26f43"
+GOLDEN = "104ec9224cc60768"
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
