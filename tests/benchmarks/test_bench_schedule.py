@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,16 @@ PLACEHOLDER = "Not measured yet: `make bench` writes this part."
 def benchmarks() -> dict[str, ModuleType]:
     """The modules by name."""
     return {"bench_schedule": bench_schedule, "limits": limits, "report": report, "shapes": shapes}
+
+
+def test_shared_data_is_looked_for_where_the_environment_says(
+    run_python: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Regression: the trace was looked for beside the checkout alone, so a clone elsewhere left its cell out."""
+    monkeypatch.setenv("PREBLE_SHARED", str(tmp_path))
+    code = "from benchmarks.decision import shapes; from benchmarks.scale import second_pairs as second"
+    found = run_python("-c", f"{code}; print(shapes.DEFAULT_TRACE, second.CONTEST)").stdout.split()
+    assert len(found) == 2 and all(Path(path).is_relative_to(tmp_path) for path in found)
 
 
 def stored_naively(prompts: list[Any]) -> int:
