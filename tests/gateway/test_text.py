@@ -21,6 +21,7 @@ from preble.gateway.text.chat_template import ChatTemplate, load_chat_template
 from preble.gateway.text.detokenizing import PENDING_TOKENS_MAX, UNFINISHED, Detokenizer, StopStrings
 from preble.gateway.text.tokenizing import (
     FINE_CHARACTERS,
+    LOOP_NEW_CHARACTERS,
     PartCache,
     PromptTooLong,
     TextCodec,
@@ -262,6 +263,28 @@ async def test_of_a_document_that_is_asked_about_again_only_the_end_is_tokenised
     assert pieces > 2
     assert await asked(2) == (pieces, len(parts) - 1), "the part that has not been seen is cut again"
     assert await asked(3) == (1, len(parts) - 1 + pieces - 1), "and of its pieces only the question is new"
+
+
+@asynchronous
+async def test_of_a_prompt_only_what_is_in_no_fine_piece_counts_as_new(
+    lines_codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the whole parts around it counted, so that a short question went to a thread."""
+    codec = lines_codec
+    lines = "".join(f"line {n:03} of what they share\n" for n in range(113))
+
+    def prompt(number: int) -> str:
+        return f"{lines[:1500]}user {number}\n{lines[1500:]}Question {number}?"
+
+    codec.encode_now(prompt(10), False)
+    changed = [part for part in codec._parts(prompt(11)) if codec.cache.get(part) is None]
+    assert len(changed) == 2 and sum(map(len, changed)) > LOOP_NEW_CHARACTERS
+    codec.encode_now(prompt(11), False)  # its pieces are known from here on
+    monkeypatch.setattr(codec._queue, "run", None)  # nothing waits for a thread
+    framed = codec._tokenizer.encode(prompt(12), add_special_tokens=True).ids
+    assert (await codec.encode(prompt(12))).tolist() == framed
+    bare = codec._tokenizer.encode(prompt(13), add_special_tokens=False).ids
+    assert (await codec.encode_made(3000, lambda: [prompt(13), [7]])).tolist() == [*bare, 7]
 
 
 @given(text=st.text(st.sampled_from("aZ1é .\r\n"), max_size=40), start=st.integers(0, 45))

@@ -101,6 +101,19 @@ class TokenLimit:
             raise InvalidInput("nobody wants these tokens any more")
 
 
+@dataclass(slots=True)
+class KnownParts:
+    """The parts of a text, with the ids of those that are in the cache."""
+
+    parts: Sequence[str]
+    ids: Sequence[array[int] | None]
+
+    @property
+    def new_characters(self) -> int:
+        """How many there are in parts without ids."""
+        return sum(len(part) for part, ids in zip(self.parts, self.ids, strict=True) if ids is None)
+
+
 UNLIMITED = TokenLimit(2**31 - 1, threading.Event())
 
 
@@ -230,15 +243,13 @@ class TextCodec:
         Raises `QueueFull`, `PromptTooLong`, and `InvalidInput` for a text without tokens. Cancelled, it is given up.
         """
 
-        parts: list[str] | None = None
         if len(text) <= LOOP_CHARACTERS:
-            parts = self._parts(text)
-            if self._new_characters(parts) <= LOOP_NEW_CHARACTERS:
-                return self._encode_framed(parts, special_tokens, TokenLimit(tokens_max, threading.Event()))
+            known = self._known(text)
+            if known.new_characters <= LOOP_NEW_CHARACTERS:
+                return self._encode_framed(known, special_tokens, TokenLimit(tokens_max, threading.Event()))
 
-        def work(stop: threading.Event) -> TokenIds:
-            found = self._parts(text) if parts is None else parts
-            return self._encode_framed(found, special_tokens, TokenLimit(tokens_max, stop))
+        def work(stop: threading.Event) -> TokenIds:  # what came before it may be known by now
+            return self._encode_framed(self._known(text), special_tokens, TokenLimit(tokens_max, stop))
 
         return await self._queue.run(len(text), work)
 
@@ -280,9 +291,9 @@ class TextCodec:
         pieces: Sequence[Piece] | None = None
         if size <= LOOP_CHARACTERS:
             pieces = make()
-            texts = (piece for piece in pieces if isinstance(piece, str))
-            if self._new_characters(part for text in texts for part in self._parts(text)) <= LOOP_NEW_CHARACTERS:
-                return self._encode_pieces(pieces, TokenLimit(tokens_max, threading.Event()))
+            known = [self._known(piece) if isinstance(piece, str) else piece for piece in pieces]
+            if sum(one.new_characters for one in known if isinstance(one, KnownParts)) <= LOOP_NEW_CHARACTERS:
+                return self._encode_pieces(known, TokenLimit(tokens_max, threading.Event()))
 
         def work(stop: threading.Event) -> TokenIds:
             return self._encode_pieces(make() if pieces is None else pieces, TokenLimit(tokens_max, stop))
@@ -293,7 +304,7 @@ class TextCodec:
 
     def encode_now(self, text: str, special_tokens: bool = True, limit: TokenLimit = UNLIMITED) -> TokenIds:
         """`encode` in this thread."""
-        return self._encode_framed(self._parts(text), special_tokens, limit)
+        return self._encode_framed(self._known(text), special_tokens, limit)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens; unknown ids are left out."""
@@ -304,26 +315,32 @@ class TextCodec:
         """End the threads; texts that wait are not tokenised. Idempotent."""
         self._queue.close()
 
-    def _new_characters(self, parts: Iterable[str]) -> int:
-        """How much of the parts is not in the cache."""
-        return sum(len(part) for part in parts if self.cache.get(part) is None)
+    def _known(self, text: str) -> KnownParts:
+        """The parts of a text, looked up; where few are missing, these cut finer."""
+        parts = self._parts(text)
+        found = [self.cache.get(part) for part in parts]
+        if self._cuts_lines and 0 < found.count(None) <= FINE_PARTS_MAX:
+            parts = _finer(parts, found)
+            found = [self.cache.get(part) for part in parts]
+        return KnownParts(parts, found)
 
-    def _encode_framed(self, parts: Sequence[str], special_tokens: bool, limit: TokenLimit) -> TokenIds:
+    def _encode_framed(self, known: KnownParts, special_tokens: bool, limit: TokenLimit) -> TokenIds:
         ids = array("i", self._before if special_tokens else ())
-        for part in self._encode_parts(parts, limit):
+        for part in self._encode_parts(known, limit):
             ids.extend(part)
         if special_tokens:
             ids.extend(self._after)
         return _some(ids)
 
-    def _encode_pieces(self, pieces: Sequence[Piece], limit: TokenLimit) -> TokenIds:
+    def _encode_pieces(self, pieces: Iterable[Piece | KnownParts], limit: TokenLimit) -> TokenIds:
         ids: array[int] = array("i")
         for piece in pieces:
-            if isinstance(piece, str):
-                for part in self._encode_parts(self._parts(piece), limit):
+            known = self._known(piece) if isinstance(piece, str) else piece
+            if isinstance(known, KnownParts):
+                for part in self._encode_parts(known, limit):
                     ids.extend(part)
             else:
-                ids.extend(piece)
+                ids.extend(known)
             limit.check(len(ids))
         return _some(ids)
 
@@ -336,12 +353,9 @@ class TextCodec:
             parts = [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False) if start < end]
         return [chunk for part in parts for chunk in _chunks(part)] if self._cuts_lines else parts
 
-    def _encode_parts(self, parts: Sequence[str], limit: TokenLimit) -> list[array[int]]:
-        """The ids of each part, looked up or tokenised."""
-        found = [self.cache.get(part) for part in parts]
-        if self._cuts_lines and 0 < found.count(None) <= FINE_PARTS_MAX:
-            parts = _finer(parts, found)
-            found = [self.cache.get(part) for part in parts]
+    def _encode_parts(self, known: KnownParts, limit: TokenLimit) -> list[array[int]]:
+        """The ids of each part, those found or tokenised."""
+        parts, found = known.parts, known.ids
         missing = [part for part, ids in zip(parts, found, strict=True) if ids is None]
         tokens = sum(len(ids) for ids in found if ids is not None)
         fresh: list[array[int]] = []
