@@ -29,7 +29,7 @@ import aiohttp
 from benchmarks.common.paths import ROOT
 from benchmarks.live import engine_fleet
 from benchmarks.live.arm_traffic import TextRequest
-from benchmarks.live.engine_load import Ask, Progress, Request
+from benchmarks.live.engine_load import Ask, Progress, Request, new_session
 
 ENGINES = ("sglang", "vllm", "torch")
 ARMS = (
@@ -44,7 +44,6 @@ CARD_CACHE_BYTES = 4 << 30  # for the KV cache of a server on a GPU: 32,768 toke
 CONTEXT_TOKENS = 4096
 READY_SECONDS = 60.0
 FLUSH_TRIES = 600
-SOCKETS = 0  # no limit
 
 Send = Callable[[str, Request], AsyncIterator[Progress]]
 
@@ -352,8 +351,7 @@ async def asked(
     if not fleet.begins_anew(kind_of(arm)):
         await emptied(fleet.engine, urls)
     async with contextlib.AsyncExitStack() as stack:
-        connector = aiohttp.TCPConnector(limit=SOCKETS)
-        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        session = await stack.enter_async_context(new_session())
         send = sender(fleet.engine, session, output_tokens)
         turns = itertools.count()
         if arm in GATEWAYS:

@@ -28,6 +28,7 @@ ARMS = ("e2", "round robin", "partition", "gateway")
 REQUEST_SECONDS = 120.0
 FLUSH_SECONDS = 60.0
 ROUTER_SECONDS = 60.0
+IDLE_SECONDS = 2.0  # of a connection that is used again: servers close them after 5, and what is sent just then fails
 
 
 @dataclass(frozen=True)
@@ -126,14 +127,19 @@ def order_of(arms: Sequence[str], repetition: int) -> list[str]:
 # --- the arms ---------------------------------------------------------------------------------------------------------
 
 
+def new_session(idle_seconds: float = IDLE_SECONDS) -> aiohttp.ClientSession:
+    """With as many connections as requests need, none used again after it was idle for longer than this."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=idle_seconds))
+
+
 @contextlib.asynccontextmanager
 async def opened(arm: str, fleet: Fleet, output_tokens: int) -> AsyncIterator[Ask]:
     """The way to ask in an arm. Raises ValueError for an unknown one."""
     if arm == "gateway" and fleet.gateway is not None:
-        async with fleet.gateway() as url, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        async with fleet.gateway() as url, new_session() as session:
             yield lambda request: posted(session, url, request, output_tokens)
     elif arm == "partition" and fleet.http:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        async with new_session() as session:
             yield lambda one: posted(session, home := home_of(one, fleet), one, output_tokens, home)
     elif arm == "partition":
         async with contextlib.AsyncExitStack() as stack:

@@ -206,12 +206,17 @@ async def send_all(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def failures_of(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """How many failed, by kind."""
+    kinds = [one.error for one in outcomes if one.error]
+    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+
 def summary(outcomes: Sequence[Outcome]) -> Found:
     """What a run is compared by. Requests that failed are counted, and in nothing else."""
     answered = [one for one in outcomes if not one.error]
-    failures = [one.error for one in outcomes if one.error]
-    result: Found = {"requests": len(outcomes), "failed": len(failures)}
-    result["failures"] = {kind: failures.count(kind) for kind in sorted(set(failures))}
+    result: Found = {"requests": len(outcomes), "failed": len(outcomes) - len(answered)}
+    result["failures"] = failures_of(outcomes)
     engines = [one.engine for one in answered]
     result["requests_by_engine"] = sorted(engines.count(name) for name in set(engines))
     for name in ("ttft_seconds", "latency_seconds"):
@@ -294,6 +299,7 @@ class Bench:
             outcomes, quiet = await self.measured("partition", sessions, LATE * seconds_of(self.args, traffic))
             answer, noisy = kept_up(outcomes), arm_noise.is_noisy(quiet)
             found = {"kind": "probe", "engine": self.fleet.engine, "traffic": traffic, "rps": rps, "kept_up": answer}
+            found["failures"] = failures_of(outcomes or ())  # none where an answer was late
             self.keep({**found, **quiet, "noisy": noisy})
             told = f"{'is' if answer else 'is not'} kept up with{', NOISY' if noisy else ''}"
             print(f"{self.fleet.engine} {traffic}: {rps:.2f} requests a second {told}", flush=True)

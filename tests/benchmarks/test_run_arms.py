@@ -163,6 +163,11 @@ def test_a_rate_with_a_failure_is_not_kept_up_with() -> None:
     assert not run_arms.kept_up(None)
 
 
+def test_failures_are_counted_by_kind() -> None:
+    failed = [Outcome(1, error=error) for error in ("TimeoutError", "ClientOSError", "TimeoutError")]
+    assert run_arms.failures_of([Outcome(1, 1.0, 6.9), *failed]) == {"ClientOSError": 1, "TimeoutError": 2}
+
+
 @asynchronous
 async def test_a_rate_is_given_up_at_its_first_late_answer_and_nothing_goes_on() -> None:
     running, ended = 0, []

@@ -325,3 +325,36 @@ async def failed_requests(load: Any, report: Any) -> None:
 
 def test_failures_are_outcomes(load: Any, report: Any) -> None:
     failed_requests(load, report)
+
+
+@asynchronous
+async def test_a_connection_that_was_idle_is_not_used_again() -> None:
+    """Regression: servers close it after five seconds, and what was sent just then failed, which nothing but the client
+    was to blame for; a search for the saturation stopped at less than half of it."""
+    peers: set[Any] = set()
+
+    async def answer(request: web.Request) -> web.Response:
+        peers.add(request.transport.get_extra_info("peername"))
+        return web.Response(text="ok")
+
+    app = web.Application()
+    app.router.add_get("/", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+        for idle_seconds, connections in ((60.0, 1), (0.0, 2)):
+            peers.clear()
+            async with engine_load.new_session(idle_seconds) as session:
+                for _ in range(2):
+                    async with session.get(url) as answer_read:
+                        await answer_read.text()
+                    await asyncio.sleep(0.001)
+            assert len(peers) == connections
+    finally:
+        await runner.cleanup()
+    async with engine_load.new_session() as session:
+        assert session.connector is not None
+        assert session.connector._keepalive_timeout == engine_load.IDLE_SECONDS < 5.0
