@@ -163,9 +163,20 @@ def test_a_rate_with_a_failure_is_not_kept_up_with() -> None:
     assert not run_arms.kept_up(None)
 
 
-def test_failures_are_counted_by_kind() -> None:
+@asynchronous
+async def test_a_rate_that_failed_is_kept_with_what_failed(
+    tmp_path: Path, sources: arm_traffic.Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = ScriptedBench(arguments(tmp_path), sources)
     failed = [Outcome(1, error=error) for error in ("TimeoutError", "ClientOSError", "TimeoutError")]
-    assert run_arms.failures_of([Outcome(1, 1.0, 6.9), *failed]) == {"ClientOSError": 1, "TimeoutError": 2}
+
+    async def measured(*_: Any) -> Any:
+        return [Outcome(1, 1.0, 6.9), *failed], QUIET
+
+    monkeypatch.setattr(bench, "measured", measured)
+    assert not await bench.keeps_up("documents", 2.0)
+    (probe,) = run_arms.read_lines(tmp_path / "kept.jsonl")
+    assert (probe["kept_up"], probe["failures"]) == (False, {"ClientOSError": 1, "TimeoutError": 2})
 
 
 @asynchronous

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from benchmarks.live import engine_fleet, engine_load, engine_report, run_engines
 from preble import LocalConfig, SamplingParams
@@ -339,22 +340,15 @@ async def test_a_connection_that_was_idle_is_not_used_again() -> None:
 
     app = web.Application()
     app.router.add_get("/", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+    async with TestServer(app) as server:
         for idle_seconds, connections in ((60.0, 1), (0.0, 2)):
             peers.clear()
             async with engine_load.new_session(idle_seconds) as session:
                 for _ in range(2):
-                    async with session.get(url) as answer_read:
-                        await answer_read.text()
+                    async with session.get(server.make_url("/")) as response:
+                        await response.text()
                     await asyncio.sleep(0.001)
             assert len(peers) == connections
-    finally:
-        await runner.cleanup()
     async with engine_load.new_session() as session:
         assert session.connector is not None
         assert session.connector._keepalive_timeout == engine_load.IDLE_SECONDS < 5.0
